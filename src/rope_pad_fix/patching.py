@@ -1,0 +1,301 @@
+"""apply, remove, applied, status: what is patched on a model, and how that is undone.
+
+A patched module is an instance whose ``__class__`` is a subclass of its own class, of the same name, with another
+``forward``. Nothing is stored on the instance, so its attributes, weights and saved files are what they were; setting
+``__class__`` back undoes it. `_Forward` says how it stays patched whoever replaces ``forward`` on the instance.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from .attention import base_implementation, config_view
+from .decoder import CACHE_NAMES, padding_free_decoder, positions_decoder
+from .errors import UnsupportedModelError
+from .families import families, find
+from .heads import padding_free_causal_lm, padding_free_classifier, positions_causal_lm
+from .rows import position_ids
+
+Model = TypeVar("Model", bound=nn.Module)
+Role = Callable[[Any, Callable[..., Any], dict[str, Any]], Any]
+
+LEVELS: dict[str, dict[str, Role]] = {
+    "positions": {"decoder": positions_decoder, "causal_lm": positions_causal_lm},
+    "padding_free": {
+        "decoder": padding_free_decoder,
+        "causal_lm": padding_free_causal_lm,
+        "classifier": padding_free_classifier,
+    },
+}
+DEFAULT_LEVEL = "padding_free"
+_ROPE_BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the longest row of the batch
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is patched on a model.
+
+    Attributes:
+        level: ``"positions"`` or ``"padding_free"``.
+        family: name of the family, or of the class for a decoder that belongs to none.
+        decoder: the patched decoder's name in the model, as in ``named_modules`` (``""`` is the model itself).
+        modules: names of all patched modules, the decoder included.
+    """
+
+    level: str
+    family: str
+    decoder: str
+    modules: tuple[str, ...]
+
+
+def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
+    """Make every row of a padded batch give what it gives alone.
+
+    Args:
+        model: a decoder model of transformers (``…ForCausalLM``, ``…ForSequenceClassification``, a base model), or any
+            module that contains one: a PEFT model, a model under DDP or Accelerate. Patched in place; other models of
+            the same class are not touched.
+        level: ``"padding_free"``: no padding is computed, each row keeps the positions, masks and attention shapes it
+            has alone. ``"positions"``: only position_ids are derived from the mask; for ``torch.compile``, static
+            caches, and architectures that ``"padding_free"`` does not cover. Calling again switches the level.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
+        ValueError: there is no such level.
+        UnsupportedModelError: the level cannot run this model; nothing has been changed then.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> tiny = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                                     num_attention_heads=2, vocab_size=64))
+        >>> status(apply(tiny))
+        Status(level='padding_free', family='llama', decoder='model', modules=('', 'model'))
+        >>> status(remove(tiny)) is None
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}: choose one of {', '.join(map(repr, LEVELS))}")
+    targets = _targets(model, level)
+    remove(model)
+    for module, family, part in targets:
+        role = LEVELS[level].get(part)
+        if role is not None:
+            module.__class__ = _patched_class(type(module), Patch(level, family, part, role))
+        if part == "decoder" and level != "positions":
+            _set_configs(module, config_view(module.config))
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Undo `apply`: afterwards nothing on the model differs from before. A model that is not patched is left alone.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        patch = _patch(module)
+        if patch is not None:
+            viewed = getattr(module.config, "_viewed", None)
+            if viewed is not None:
+                _set_configs(module, viewed)
+            module.__class__ = _unpatched_class(module)
+    return model
+
+
+@contextmanager
+def applied(model: Model, level: str = DEFAULT_LEVEL) -> Iterator[Model]:
+    """`apply` for the length of a ``with`` block; afterwards the model is patched as it was before, or not at all."""
+    before = status(model)
+    try:
+        yield apply(model, level)
+    finally:
+        if before is None:
+            remove(model)
+        else:
+            apply(model, before.level)
+
+
+def status(model: nn.Module) -> Status | None:
+    """What is patched on a model, or None."""
+    patched = {name: patch for name, module in model.named_modules() if (patch := _patch(module)) is not None}
+    decoders = [name for name, patch in patched.items() if patch.part == "decoder"]
+    if not decoders:
+        return None
+    patch = patched[decoders[0]]
+    return Status(patch.level, patch.family, decoders[0], tuple(patched))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """How one module is patched; kept on its class."""
+
+    level: str
+    family: str
+    part: str
+    role: Role
+
+
+def _patch(module: nn.Module) -> Patch | None:
+    return cast("Patch | None", getattr(type(module), "_rope_pad_fix", None))
+
+
+def _targets(model: nn.Module, level: str) -> list[tuple[nn.Module, str, str]]:
+    """The modules to patch, with family and part. Every check is made here, before anything is changed."""
+    found = []
+    for module in model.modules():
+        match = find(_unpatched_class(module))
+        if match is not None:
+            found.append((module, match[0].name, match[1]))
+    decoders = [module for module, _, part in found if part == "decoder"]
+    if not decoders and level == "positions":
+        decoder = _any_decoder(model)
+        if decoder is not None:
+            return [(decoder, _unpatched_class(decoder).__name__, "decoder")]
+    name = _unpatched_class(model).__name__
+    if not decoders:
+        known = ", ".join(family.name for family in families())
+        works = 'level="positions" works'
+        if _any_decoder(model) is None:
+            works = "no level works: it has no decoder that takes attention_mask and position_ids"
+        raise UnsupportedModelError(f"{name} holds no decoder of a registered family ({known}); {works}")
+    if level != "positions":
+        for decoder in decoders:
+            base_implementation(decoder.config)
+            kind = _rope_type(decoder.config)
+            if kind in _ROPE_BY_LENGTH:
+                raise UnsupportedModelError(
+                    f"{name} uses {kind!r} rotary embeddings, whose frequencies depend on the longest row of a batch; "
+                    'level="positions" works, one row at a time or with rows of equal length'
+                )
+    return found
+
+
+def _rope_type(config: Any) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return cast("str | None", rope.get("rope_type", rope.get("type")))
+
+
+def _any_decoder(model: nn.Module) -> nn.Module | None:
+    """A decoder outside the registered families that at least takes positions."""
+    for module in model.modules():
+        get_decoder = getattr(module, "get_decoder", None)
+        decoder = get_decoder() if callable(get_decoder) else None
+        if isinstance(decoder, nn.Module):
+            parameters = _parameters(_unpatched_class(decoder))
+            if "attention_mask" in parameters and "position_ids" in parameters:
+                return decoder
+    return None
+
+
+def _set_configs(decoder: nn.Module, config: Any) -> None:
+    """Give a decoder, and every module in it that shares its configuration, another view of that configuration."""
+    before = decoder.config
+    for module in decoder.modules():
+        if getattr(module, "config", None) is before:
+            module.config = config
+
+
+def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _unpatched_class(module: nn.Module) -> type[nn.Module]:
+    cls = type(module)
+    return cast("type[nn.Module]", cls.__base__) if _patch(module) is not None else cls
+
+
+class _Forward:
+    """``forward`` on a patched class, as a data descriptor: it comes before an instance's own ``forward``.
+
+    Whatever is assigned to the instance, before or after patching (Accelerate's hooks, another library's forward),
+    becomes the inner forward that the patched one calls. Python's ``module.forward(...)`` gets the patched one, too.
+    """
+
+    def __init__(self, base: type[nn.Module]) -> None:
+        self.base = base
+        self.__doc__ = base.forward.__doc__
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self.base.forward
+        inner = module.__dict__.get("forward")
+        return _BoundForward(module, self.base.forward.__get__(module) if inner is None else inner)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["forward"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        try:
+            del module.__dict__["forward"]
+        except KeyError:
+            raise AttributeError("forward") from None
+
+
+class _BoundForward:
+    """The patched ``forward`` of one module, around an inner one. Others may hold on to it (Accelerate keeps the
+    ``forward`` it replaces), so it asks at each call how its module is patched by then."""
+
+    def __init__(self, module: Any, inner: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, inner)
+        self.module = module
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patch = _patch(self.module)
+        if patch is None:
+            return self.inner(*args, **kwargs)
+        arguments = dict(zip(self.module._parameter_names, args, strict=False))
+        if doubled := arguments.keys() & kwargs.keys():
+            raise TypeError(f"forward() got multiple values for argument {min(doubled)!r}")
+        return patch.role(self.module, self.inner, arguments | kwargs)
+
+
+def _patched_class(base: type[nn.Module], patch: Patch) -> type[nn.Module]:
+    parameters = _parameters(base)
+    members: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce,
+        "forward": _Forward(base),
+        "_rope_pad_fix": patch,
+        "_parameter_names": parameters,
+        "_cache_name": next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0]),
+        "_padding_free_decoder": patch.part == "decoder",
+    }
+    if patch.part == "causal_lm" and hasattr(base, "_prepare_position_ids_for_generation"):
+        members["_prepare_position_ids_for_generation"] = _positions_for_generation
+    return type(base.__name__, (base,), members)
+
+
+def _positions_for_generation(self: Any, inputs_tensor: Any, model_kwargs: dict[str, Any]) -> Any:
+    """``generate`` counts on from the last column, which may be a pad: there the last real position must stand."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2:
+        return position_ids(mask)
+    return super(type(self), self)._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Pickling and copying go by the unpatched class and patch the new instance in the same way."""
+    patch = cast(Patch, _patch(self))
+    base = _unpatched_class(self)
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    return _rebuild, (base, patch), state
+
+
+def _rebuild(base: type[nn.Module], patch: Patch) -> nn.Module:
+    return cast(nn.Module, copyreg.__newobj__(_patched_class(base, patch)))  # type: ignore[attr-defined]
