@@ -1,0 +1,109 @@
+"""Tiny models whose attention matters, ragged batches of every layout, and one real model."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4ForSequenceClassification,
+    GlmConfig,
+    GlmForCausalLM,
+    GlmForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
+    "glm": (GlmConfig, GlmForCausalLM, GlmForSequenceClassification),
+    "glm4": (Glm4Config, Glm4ForCausalLM, Glm4ForSequenceClassification),
+}
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYOUTS = ("left", "right", "holes")
+
+
+def tiny(family="llama", head="causal_lm", dtype=torch.float32, attention="sdpa", **config):
+    """A random model. Its matrices are multiplied by 6: at the default scale attention and positions hardly matter,
+    and a test of them could not fail."""
+    config_class, causal_lm, classifier = FAMILIES[family]
+    torch.manual_seed(0)
+    model = {"causal_lm": causal_lm, "classifier": classifier}[head](config_class(**(SIZES | config)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    if head == "causal_lm":
+        model.generation_config.eos_token_id = None
+    model.set_attn_implementation(attention)
+    return model.to(dtype).eval()
+
+
+def ragged(lengths=(5, 23, 40), seed=0, vocabulary=128):
+    """One tensor of token ids a row, without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (n,), generator=generator) for n in lengths]
+
+
+def batch(rows, layout="left", extra=0, pad=0):
+    """``(input_ids, attention_mask)`` of ragged rows. "holes" pads inside each row, behind its second token, too."""
+    width = max(map(len, rows)) + extra + (3 if layout == "holes" else 0)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        n = len(row)
+        slots = torch.arange(width)
+        if layout == "left":
+            slots = slots[width - n :]
+        elif layout == "right":
+            slots = slots[:n]
+        else:  # [two tokens][pads][the rest], so that the row ends in a real token
+            slots = torch.cat([slots[: min(2, n - 1)], slots[width - (n - min(2, n - 1)) :]])
+        ids[i, slots] = row
+        mask[i, slots] = 1
+    return ids, mask
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    from rope_pad_fix import smollm2
+
+    return smollm2.checkpoint()
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_path)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    """Bits depend on the thread count; the tests state theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
