@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,6 +43,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 LAYOUTS = ("left", "right", "holes")
 
 

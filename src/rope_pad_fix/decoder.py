@@ -40,7 +40,7 @@ def padding_free_decoder(module: Any, inner: Callable[..., Any], arguments: dict
     call: PackedCall | None = arguments.get("padding_free")
     if call is not None:  # packed further out, restored there
         call.decoded = True
-        return inner(**arguments)
+        return inner(**arguments | {"return_dict": True})
     packed = pack(module, arguments)
     if packed is None:
         return inner(**arguments)

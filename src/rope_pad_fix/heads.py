@@ -23,17 +23,18 @@ def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: di
     ``labels`` at padding and at the first real token of each row are ignored: nothing real comes before them. So a
     batch padded on the left and one padded on the right are the same computation.
     """
-    labels = arguments.get("labels")
-    packed = pack(module, arguments)
+    own = {name: arguments[name] for name in ("labels", "logits_to_keep") if name in arguments}
+    packed = pack(module, {name: value for name, value in arguments.items() if name not in own})
     if packed is None:
         return inner(**arguments)
     arguments, call = packed
     rows = call.rows
+    labels = own.get("labels")
     if labels is not None:
         if labels.shape != rows.back.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}, the input has {tuple(rows.back.shape)}")
         arguments["labels"] = rows.strip_labels(labels)
-    slots = _kept_slots(rows, arguments.pop("logits_to_keep", 0))
+    slots = _kept_slots(rows, own.get("logits_to_keep", 0))
     if slots is not None:
         arguments["logits_to_keep"] = rows.kept(slots)
     return_dict = arguments.pop("return_dict", None)
