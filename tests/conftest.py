@@ -6,6 +6,7 @@ import inspect
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # OpenMP threads that spin while waiting slow a busy machine down
 
 import pytest
 import torch

@@ -68,6 +68,10 @@ class MaskRecipe:
             self.made[key] = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**(self.arguments | own))
         return self.made[key]
 
+    def whole(self, implementation: str) -> Any:
+        """The mask of a call that was not packed, as the implementation makes it."""
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**self.arguments)
+
 
 def row_attention(
     module: nn.Module,
@@ -93,6 +97,8 @@ def row_attention(
     implementation = base_implementation(config)
     function = _function(module, implementation)
     if padding_free is None:
+        if isinstance(attention_mask, MaskRecipe):
+            attention_mask = attention_mask.whole(implementation)
         return cast("tuple[Tensor, Any]", function(module, query, key, value, attention_mask, **kwargs))
     padding_free.attended = True
     runs = padding_free.runs
@@ -178,21 +184,30 @@ AttentionMaskInterface.register(NAME, MaskRecipe)
 
 def config_view(config: Any) -> Any:
     """The same configuration (one ``__dict__``, so that a change of either shows in both) that answers `NAME` when
-    asked for its attention implementation."""
+    asked for its attention implementation. A copy of it is a copy of the configuration: `apply` makes views."""
     base = type(config)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return config_view, (self._viewed,)
+        return _itself, (self._viewed,)
 
-    implementation = property(lambda self: NAME, base._attn_implementation.fset)
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if (name, value) != ("_attn_implementation_internal", NAME):  # a model built from the view repeats its answer
+            setattr(self._viewed, name, value)
+
     members = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__slots__": ("_viewed",),
         "__reduce_ex__": reduce,
-        "_attn_implementation": implementation,
+        "__setattr__": set_attribute,
+        "_attn_implementation": property(lambda self: NAME),
+        "validate": lambda self: self._viewed.validate(),
     }
     view: Any = object.__new__(type(base.__name__, (base,), members))
     object.__setattr__(view, "__dict__", config.__dict__)
     object.__setattr__(view, "_viewed", config)
     return view
+
+
+def _itself(config: Any) -> Any:
+    return config

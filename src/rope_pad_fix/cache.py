@@ -216,6 +216,15 @@ def slot_mask(cache: Cache) -> Tensor | None:
     return None if layer is None else layer.mask
 
 
+def batch_size(cache: Cache) -> int | None:
+    """The rows that a checked cache holds; None if it is empty."""
+    for layer in cache.layers:
+        held = layer.mask if isinstance(layer, RowLayer) else layer.keys
+        if held is not None and held.numel():
+            return int(held.shape[0])
+    return None
+
+
 def take_over(cache: Cache, rows: Rows) -> None:
     """Make every layer of a checked cache a `RowLayer` that holds just the past tokens of ``rows``."""
     past_mask = rows.mask[:, : rows.past_slots]

@@ -68,10 +68,10 @@ def positions_decoder(module: Any, inner: Callable[..., Any], arguments: dict[st
     if arguments.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
         batch_size, length = _input(module, arguments).shape[:2]
         cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
-        past = mask.shape[1] - length if cache is None else cache.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         _check_batch(mask, batch_size)
-        if isinstance(past, int) and (past < 0 or mask.shape[1] < past + length):
-            raise ValueError(_width_message(mask, max(past, 0), length))
+        if isinstance(past, int) and (mask.shape[1] < past + length or (cache is None and mask.shape[1] > length)):
+            raise ValueError(_width_message(mask, past, length))
         columns = torch.arange(length, device=mask.device) + past
         positions = ((mask != 0).cumsum(1) - 1).clamp(min=0)
         arguments["position_ids"] = positions.index_select(1, columns)
@@ -97,6 +97,8 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
         raise ValueError("pass the cache as one of cache and past_key_values, not as both")
     cache = caches.check(arguments[given[0]]) if given else None
     mask = arguments.get("attention_mask")
+    if mask is not None and not isinstance(mask, (Tensor, dict)):  # a dict: one four-dimensional mask a layer type
+        raise TypeError(f"attention_mask must be a torch.Tensor, got {type(mask).__name__}")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         if isinstance(mask, Tensor) and mask.dim() != 4:
             raise ValueError(f"attention_mask must have two or four dimensions, got shape {tuple(mask.shape)}")
@@ -183,8 +185,12 @@ def _rows(tokens: Tensor, mask: Tensor | None, cache: Cache | None, arguments: d
     batch_size, length = tokens.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     cached = None if cache is None else caches.slot_mask(cache)
-    if cached is not None and cached.shape[0] != batch_size:
-        raise ValueError(f"the cache holds {cached.shape[0]} rows, the input has {batch_size}")
+    held = batch_size if cache is None else caches.batch_size(cache)
+    if held not in (None, batch_size):
+        raise ValueError(f"the cache holds {held} rows, the input has {batch_size}")
+    own = arguments.get("position_ids")
+    if own is not None and (own.shape[-1] != length or (own.dim() > 1 and own.shape[-2] not in (1, batch_size))):
+        raise ValueError(f"position_ids have shape {tuple(own.shape)}, the input has {(batch_size, length)}")
     if mask is not None:
         _check_batch(mask, batch_size)
         if mask.shape[1] != past + length:
@@ -202,7 +208,6 @@ def _rows(tokens: Tensor, mask: Tensor | None, cache: Cache | None, arguments: d
                 UserWarning,
                 stacklevel=2,
             )
-    own = arguments.get("position_ids")
     if own is not None and own.dim() == 2 and length > 1:
         return Rows.packed(own.expand(batch_size, length))
     return Rows.full(batch_size, length, tokens.device)

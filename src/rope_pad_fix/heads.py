@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .decoder import pack, unpack, wants_dict
@@ -23,6 +24,8 @@ def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: di
     ``labels`` at padding and at the first real token of each row are ignored: nothing real comes before them. So a
     batch padded on the left and one padded on the right are the same computation.
     """
+    if arguments.get("padding_free") is not None:  # a forward that stands around this one has come through it
+        return inner(**arguments)
     own = {name: arguments[name] for name in ("labels", "logits_to_keep") if name in arguments}
     packed = pack(module, {name: value for name, value in arguments.items() if name not in own})
     if packed is None:
@@ -59,6 +62,8 @@ def padding_free_classifier(module: Any, inner: Callable[..., Any], arguments: d
     The pooled token is the last real one by the mask, not the last one that differs from the pad token: text may end in
     a token that is also the pad token, and embeddings have no pad token.
     """
+    if getattr(inner, "func", None) is not GenericForSequenceClassification.forward:
+        return inner(**arguments)  # another's forward: the decoder packs, and a row's last column is its last token
     labels = arguments.pop("labels", None)
     packed = pack(module, arguments)
     if packed is None:

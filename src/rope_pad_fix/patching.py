@@ -84,8 +84,7 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
         >>> status(remove(tiny)) is None
         True
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_module(model)
     if level not in LEVELS:
         raise ValueError(f"unknown level {level!r}: choose one of {', '.join(map(repr, LEVELS))}")
     targets = _targets(model, level)
@@ -94,8 +93,7 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
         role = LEVELS[level].get(part)
         if role is not None:
             module.__class__ = _patched_class(type(module), Patch(level, family, part, role))
-        if part == "decoder" and level != "positions":
-            _set_configs(module, config_view(module.config))
+            _view_configs(module)
     return model
 
 
@@ -105,6 +103,7 @@ def remove(model: Model) -> Model:
     Returns:
         The model.
     """
+    _check_module(model)
     for module in model.modules():
         patch = _patch(module)
         if patch is not None:
@@ -130,6 +129,7 @@ def applied(model: Model, level: str = DEFAULT_LEVEL) -> Iterator[Model]:
 
 def status(model: nn.Module) -> Status | None:
     """What is patched on a model, or None."""
+    _check_module(model)
     patched = {name: patch for name, module in model.named_modules() if (patch := _patch(module)) is not None}
     decoders = [name for name, patch in patched.items() if patch.part == "decoder"]
     if not decoders:
@@ -146,6 +146,11 @@ class Patch:
     family: str
     part: str
     role: Role
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _patch(module: nn.Module) -> Patch | None:
@@ -169,7 +174,7 @@ def _targets(model: nn.Module, level: str) -> list[tuple[nn.Module, str, str]]:
         known = ", ".join(family.name for family in families())
         works = 'level="positions" works'
         if _any_decoder(model) is None:
-            works = "no level works: it has no decoder that takes attention_mask and position_ids"
+            works = "no level works: it has no decoder that takes attention_mask and position_ids from 0"
         raise UnsupportedModelError(f"{name} holds no decoder of a registered family ({known}); {works}")
     if level != "positions":
         for decoder in decoders:
@@ -195,9 +200,22 @@ def _any_decoder(model: nn.Module) -> nn.Module | None:
         decoder = get_decoder() if callable(get_decoder) else None
         if isinstance(decoder, nn.Module):
             parameters = _parameters(_unpatched_class(decoder))
-            if "attention_mask" in parameters and "position_ids" in parameters:
+            if "attention_mask" in parameters and "position_ids" in parameters and not _counts_from_pad(decoder):
                 return decoder
     return None
+
+
+def _counts_from_pad(module: nn.Module) -> bool:
+    """Whether its positions start behind the pad token's id (RoBERTa and its kin): then 0, 1, 2 … are wrong."""
+    embeddings = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding))
+    return any("position" in name and part.padding_idx is not None for name, part in embeddings)
+
+
+def _view_configs(module: nn.Module) -> None:
+    """Make a newly patched decoder ask row-wise attention for its masks and its attention."""
+    patch = _patch(module)
+    if patch is not None and patch.part == "decoder" and patch.level != "positions":
+        _set_configs(module, config_view(module.config))
 
 
 def _set_configs(decoder: nn.Module, config: Any) -> None:
@@ -209,12 +227,17 @@ def _set_configs(decoder: nn.Module, config: Any) -> None:
 
 
 def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+    """The arguments of a class's ``forward`` that can be passed by position."""
+    parameters = inspect.signature(cls.forward).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
 
 def _unpatched_class(module: nn.Module) -> type[nn.Module]:
-    cls = type(module)
-    return cast("type[nn.Module]", cls.__base__) if _patch(module) is not None else cls
+    """A module's class without the patch, and without what another library has derived from the patched class."""
+    for cls in type(module).__mro__:
+        if "_rope_pad_fix" in vars(cls):
+            return cast("type[nn.Module]", cls.__base__)
+    return type(module)
 
 
 class _Forward:
@@ -231,8 +254,7 @@ class _Forward:
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self.base.forward
-        inner = module.__dict__.get("forward")
-        return _BoundForward(module, self.base.forward.__get__(module) if inner is None else inner)
+        return _BoundForward(module, module.__dict__.get("forward"))
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__["forward"] = value
@@ -248,19 +270,30 @@ class _BoundForward:
     """The patched ``forward`` of one module, around an inner one. Others may hold on to it (Accelerate keeps the
     ``forward`` it replaces), so it asks at each call how its module is patched by then."""
 
-    def __init__(self, module: Any, inner: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, inner)
+    __slots__ = ("inner", "module")
+    __name__ = "forward"
+
+    def __init__(self, module: Any, inner: Callable[..., Any] | None) -> None:
         self.module = module
-        self.inner = inner
+        self.inner = inner  # None: its class's own
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:  # for `inspect.signature`; torch.compile cannot trace `update_wrapper`
+        return self.inner or _unpatched_class(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not a bound method: torch.compile would read it as `module.forward`, which is this.
+        inner = self.inner or functools.partial(_unpatched_class(self.module).forward, self.module)
         patch = _patch(self.module)
         if patch is None:
-            return self.inner(*args, **kwargs)
-        arguments = dict(zip(self.module._parameter_names, args, strict=False))
+            return inner(*args, **kwargs)
+        names = self.module._parameter_names
+        if len(args) > len(names):
+            raise TypeError(f"forward() takes {len(names)} positional arguments but {len(args)} were given")
+        arguments = dict(zip(names, args, strict=False))
         if doubled := arguments.keys() & kwargs.keys():
             raise TypeError(f"forward() got multiple values for argument {min(doubled)!r}")
-        return patch.role(self.module, self.inner, arguments | kwargs)
+        return patch.role(self.module, inner, arguments | kwargs)
 
 
 def _patched_class(base: type[nn.Module], patch: Patch) -> type[nn.Module]:
@@ -270,6 +303,7 @@ def _patched_class(base: type[nn.Module], patch: Patch) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
+        "__setstate__": _set_state,
         "forward": _Forward(base),
         "_rope_pad_fix": patch,
         "_parameter_names": parameters,
@@ -286,7 +320,8 @@ def _positions_for_generation(self: Any, inputs_tensor: Any, model_kwargs: dict[
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         return position_ids(mask)
-    return super(type(self), self)._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+    base: Any = _unpatched_class(self)
+    return base._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
@@ -295,6 +330,12 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     base = _unpatched_class(self)
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     return _rebuild, (base, patch), state
+
+
+def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
+    base: Any = _unpatched_class(self)
+    base.__setstate__(self, state)
+    _view_configs(self)  # the copied configuration is none
 
 
 def _rebuild(base: type[nn.Module], patch: Patch) -> nn.Module:

@@ -50,6 +50,9 @@ def register(family: Family) -> None:
     """
     if not isinstance(family, Family):
         raise TypeError(f"family must be a rope_pad_fix.Family, got {type(family).__name__}")
+    for part in ("decoders", "causal_lms", "classifiers"):
+        if isinstance(getattr(family, part), str):  # a forgotten comma: every letter would be a name
+            raise TypeError(f"{part} of family {family.name!r} must be a tuple of class names, got a string")
     if not family.decoders:
         raise ValueError(f"family {family.name!r} names no decoder class")
     named = {*family.decoders, *family.causal_lms, *family.classifiers}
