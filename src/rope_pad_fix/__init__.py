@@ -4,12 +4,14 @@ from .errors import UnsupportedCacheError, UnsupportedModelError
 from .families import Family, families, register
 from .patching import Status, applied, apply, remove, status
 from .rows import position_ids
+from .verify import Verification, verify
 
 __all__ = [
     "Family",
     "Status",
     "UnsupportedCacheError",
     "UnsupportedModelError",
+    "Verification",
     "applied",
     "apply",
     "families",
@@ -17,4 +19,5 @@ __all__ = [
     "register",
     "remove",
     "status",
+    "verify",
 ]

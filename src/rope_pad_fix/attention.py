@@ -182,9 +182,10 @@ AttentionInterface.register(NAME, row_attention)
 AttentionMaskInterface.register(NAME, MaskRecipe)
 
 
-def config_view(config: Any) -> Any:
+def config_view(config: Any, experts: str | None = None) -> Any:
     """The same configuration (one ``__dict__``, so that a change of either shows in both) that answers `NAME` when
-    asked for its attention implementation. A copy of it is a copy of the configuration: `apply` makes views."""
+    asked for its attention implementation, and ``experts``, if given, when asked for that of its experts. A copy of it
+    is a copy of the configuration: `apply` makes views."""
     base = type(config)
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -203,6 +204,8 @@ def config_view(config: Any) -> Any:
         "_attn_implementation": property(lambda self: NAME),
         "validate": lambda self: self._viewed.validate(),
     }
+    if experts is not None:
+        members["_experts_implementation"] = property(lambda self: experts)
     view: Any = object.__new__(type(base.__name__, (base,), members))
     object.__setattr__(view, "__dict__", config.__dict__)
     object.__setattr__(view, "_viewed", config)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from . import cache as caches
+from .linear import make_invariant
 from .rows import Rows, Run
 
 CACHE_NAMES = ("cache", "past_key_values")  # transformers 5.2x, and before
@@ -105,6 +106,8 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
         return None
 
     decoder = next(m for m in module.modules() if getattr(m, "_padding_free_decoder", False))
+    if module._rope_pad_fix.level == "batch_invariant" and tokens.shape[1] > 1:
+        make_invariant(module)  # layers that came after `apply`, such as an adapter's
     if cache is None and _uses_cache(decoder, arguments):
         cache = DynamicCache()
         cache.layer_class_to_replicate = caches.RowLayer

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,7 +145,8 @@ def run(
 
         progress("Preparing SmolLM2-135M-Instruct (at the first use: 93 MB to download, then converted)")
         try:
-            smollm2.checkpoint()
+            with redirect_stderr(io.StringIO()):  # a bar of the conversion, which would cross the status line
+                smollm2.checkpoint()
         except RuntimeError as error:
             Console(stderr=True).print(f"rope-pad-fix: {error}", style="red", markup=False)
             return 2
@@ -276,7 +278,7 @@ def _table(report: Report) -> Table:
     count, shortest, longest = len(report.lengths), min(report.lengths), max(report.lengths)
     table = Table(
         title=f"SmolLM2-135M-Instruct: {count} prompts of {shortest} to {longest} tokens in one batch, against alone",
-        caption=f"{report.new_tokens} new tokens, greedy, {report.threads} threads\n"
+        caption=f"{report.new_tokens} new tokens, greedy · threads: {report.threads}\n"
         f"time: one forward, then generate; for a batch the shortest of {REPETITIONS}, stock and patched by turns",
     )
     for name in ("dtype", "padding", "model"):

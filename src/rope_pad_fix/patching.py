@@ -22,6 +22,7 @@ from .decoder import CACHE_NAMES, padding_free_decoder, positions_decoder
 from .errors import UnsupportedModelError
 from .families import families, find
 from .heads import padding_free_causal_lm, padding_free_classifier, positions_causal_lm
+from .linear import PARTS, InvariantLinear, make_invariant, parts
 from .rows import position_ids
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -35,6 +36,7 @@ LEVELS: dict[str, dict[str, Role]] = {
         "classifier": padding_free_classifier,
     },
 }
+LEVELS["batch_invariant"] = LEVELS["padding_free"] | PARTS
 DEFAULT_LEVEL = "padding_free"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the longest row of the batch
 
@@ -94,6 +96,12 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
         if role is not None:
             module.__class__ = _patched_class(type(module), Patch(level, family, part, role))
             _view_configs(module)
+    if level == "batch_invariant":
+        for module, family, _ in targets:
+            for inner, part in list(parts(module)):
+                if _patch(inner) is None:
+                    inner.__class__ = _patched_class(type(inner), Patch(level, family, part, PARTS[part]))
+            make_invariant(module)
     return model
 
 
@@ -106,8 +114,10 @@ def remove(model: Model) -> Model:
     _check_module(model)
     for module in model.modules():
         patch = _patch(module)
-        if patch is not None:
-            viewed = getattr(module.config, "_viewed", None)
+        if type(module) is InvariantLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        elif patch is not None:
+            viewed = getattr(getattr(module, "config", None), "_viewed", None)
             if viewed is not None:
                 _set_configs(module, viewed)
             module.__class__ = _unpatched_class(module)
@@ -215,7 +225,9 @@ def _view_configs(module: nn.Module) -> None:
     """Make a newly patched decoder ask row-wise attention for its masks and its attention."""
     patch = _patch(module)
     if patch is not None and patch.part == "decoder" and patch.level != "positions":
-        _set_configs(module, config_view(module.config))
+        # Experts one after the other, with products that `linear` can replace.
+        experts = "eager" if patch.level == "batch_invariant" else None
+        _set_configs(module, config_view(module.config, experts))
 
 
 def _set_configs(decoder: nn.Module, config: Any) -> None:

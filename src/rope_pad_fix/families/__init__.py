@@ -28,9 +28,9 @@ class Family:
 
 
 def _builtin() -> dict[str, Family]:
-    from . import chatglm, llama, qwen2
+    from . import chatglm, llama, moe, qwen2
 
-    return {family.name: family for module in (llama, qwen2, chatglm) for family in module.FAMILIES}
+    return {family.name: family for module in (llama, qwen2, chatglm, moe) for family in module.FAMILIES}
 
 
 _registry = _builtin()  # the one registry of the library, like transformers' own of attention functions
