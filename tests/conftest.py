@@ -14,15 +14,26 @@ from transformers import (
     Glm4Config,
     Glm4ForCausalLM,
     Glm4ForSequenceClassification,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GlmForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen2MoeForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
 )
 
 FAMILIES = {
@@ -30,6 +41,19 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
     "glm": (GlmConfig, GlmForCausalLM, GlmForSequenceClassification),
     "glm4": (Glm4Config, Glm4ForCausalLM, Glm4ForSequenceClassification),
+}
+MIXTURES = {  # of experts
+    "mixtral": (MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassification),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2MoeForSequenceClassification),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, None),
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURE_SIZES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS},
 }
 SIZES = {
     "vocab_size": 128,
@@ -51,7 +75,8 @@ LAYOUTS = ("left", "right", "holes")
 def tiny(family="llama", head="causal_lm", dtype=torch.float32, attention="sdpa", **config):
     """A random model. Its matrices are multiplied by 6: at the default scale attention and positions hardly matter,
     and a test of them could not fail."""
-    config_class, causal_lm, classifier = FAMILIES[family]
+    config_class, causal_lm, classifier = (FAMILIES | MIXTURES)[family]
+    config = MIXTURE_SIZES.get(family, {}) | config
     torch.manual_seed(0)
     model = {"causal_lm": causal_lm, "classifier": classifier}[head](config_class(**(SIZES | config)))
     with torch.no_grad():

@@ -79,9 +79,21 @@ def test_a_lone_prompt_that_patching_changes_is_a_problem():
     assert "patched not as stock" in printed(changed)
 
 
-def test_positions_promises_no_bits_in_bfloat16():
-    loose = report(dtype="bfloat16", logit_difference=0.5, changed=[1])
-    assert demo.problems(dataclasses.replace(loose, level="positions")) == []
+@pytest.mark.parametrize(
+    ("dtype", "difference", "count"), [("bfloat16", 0.5, 0), ("float32", 5e-5, 0), ("float32", 1, 1)]
+)
+def test_positions_promises_close_logits_in_float32_only(dtype, difference, count):
+    loose = dataclasses.replace(report(dtype=dtype, logit_difference=difference, changed=[1]), level="positions")
+    assert len(demo.problems(loose)) == count
+    assert "last column" in printed(loose)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("changes", "count"), [({}, 0), ({"logit_difference": 1e-9}, 1), ({"changed": [2]}, 1)])
+def test_batch_invariant_promises_every_bit_but_not_those_of_stock(dtype, changes, count):
+    exact = report(**({"dtype": dtype, "logit_difference": 0.0} | changes))
+    other = [dataclasses.replace(lone, same=False) for lone in exact.alone]
+    assert len(demo.problems(dataclasses.replace(exact, level="batch_invariant", alone=other))) == count
 
 
 def test_show():
@@ -90,6 +102,7 @@ def test_show():
         assert part in text
     assert "Because of ▶[it]." in text
     assert "Because of ▶us." in text
+    assert "float32: prompt logits within 1e-04 and text" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -98,6 +111,7 @@ def test_show_names_the_problems_and_says_why_bfloat16_differs():
     text = printed(dataclasses.replace(bfloat16, example=None), ["it broke"])
     assert "✗ it broke" in text
     assert "✓" not in text
+    assert "Why bfloat16 text" in text
     assert "batch_invariant" in text
     assert "batch_invariant" not in printed(REPORT)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from .cache import RowStates
+from .cache import RowStates, round_up
 from .errors import UnsupportedModelError
 from .rows import Run
 
@@ -106,6 +107,15 @@ def row_attention(
         return torch.zeros_like(query.transpose(1, 2)), []
     if implementation in FLASH:
         return _flash(module, query, key, value, runs, implementation, **kwargs), None
+    if (
+        padding_free.invariant
+        and implementation == "sdpa"
+        and isinstance(key, RowStates)
+        and isinstance(value, RowStates)
+    ):
+        steps = _decode_buckets(padding_free, query.device)
+        if steps is not None and _unmasked(attention_mask, runs, implementation):
+            return _decode(function, module, query, key, value, steps, **kwargs), None
     outputs, weights = [], []
     for run in runs:
         mask = attention_mask.of(run, implementation) if isinstance(attention_mask, MaskRecipe) else attention_mask
@@ -114,6 +124,77 @@ def row_attention(
         outputs.append(output.flatten(0, 1))
         weights.append(weight)
     return torch.cat(outputs)[None], None if weights[0] is None else weights
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows that decode one token each and have about as many keys, rounded up to `length`."""
+
+    rows: Tensor | slice  # of the batch
+    tokens: Tensor | slice  # of the packed sequence
+    length: int
+    mask: Tensor  # [rows, 1, 1, length] bool, a row's own keys
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One call in which every row that has a token has just one."""
+
+    buckets: list[Bucket]
+    order: Tensor | None  # [T], where the packed tokens stand in the buckets one after another; None if in order
+
+
+def _decode_buckets(call: PackedCall, device: torch.device) -> DecodeStep | None:
+    """The buckets of a call, made once for all its layers; None if a row has several tokens."""
+    if call.decode is None and all(run.query_length == 1 for run in call.runs):
+        members: dict[int, list[tuple[int, int, int]]] = {}
+        for run in call.runs:
+            for i in range(run.count):
+                row = (run.first + i, run.start + i, run.key_length)
+                members.setdefault(round_up(run.key_length), []).append(row)
+        buckets = []
+        for length, rows in sorted(members.items()):
+            first, token, keys = (list(column) for column in zip(*rows, strict=True))
+            mask = torch.arange(length) < torch.tensor(keys)[:, None]
+            buckets.append(Bucket(_index(first, device), _index(token, device), length, mask[:, None, None].to(device)))
+        tokens = [token for _, rows in sorted(members.items()) for _, token, _ in rows]
+        order = None
+        if tokens != sorted(tokens):
+            order = torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__)).to(device)
+        call.decode = DecodeStep(buckets, order)
+    return call.decode
+
+
+def _index(numbers: list[int], device: torch.device) -> Tensor | slice:
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return slice(numbers[0], numbers[0] + len(numbers))
+    return torch.tensor(numbers).to(device)
+
+
+def _unmasked(recipe: Any, runs: list[Run], implementation: str) -> bool:
+    """Whether every row attends to all its keys (no window or chunk cuts some off)."""
+    return isinstance(recipe, MaskRecipe) and all(recipe.of(run, implementation) is None for run in runs)
+
+
+def _decode(
+    function: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: RowStates,
+    value: RowStates,
+    step: DecodeStep,
+    **kwargs: Any,
+) -> Tensor:
+    """One token a row: rows whose numbers of keys round up to the same share a call, in which each has the shape that
+    it has alone. ``[1, H, T, D]`` to ``[1, T, H, D]``."""
+    tokens = query[0].transpose(0, 1)[:, :, None]  # [T, H, 1, D]
+    outputs = []
+    for bucket in step.buckets:
+        q = tokens[bucket.tokens]
+        k, v = key.up_to(bucket.rows, bucket.length), value.up_to(bucket.rows, bucket.length)
+        outputs.append(function(module, q, k, v, bucket.mask, **kwargs)[0][:, 0])  # [rows, H, D]
+    joined = torch.cat(outputs)
+    return (joined if step.order is None else joined.index_select(0, step.order))[None]
 
 
 def _split(packed: Tensor, run: Run) -> Tensor:

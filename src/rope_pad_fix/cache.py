@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from .errors import UnsupportedCacheError
 from .rows import Rows, Run
 
+BUCKET = 32
 _REMEDY = 'use a DynamicCache, or rope_pad_fix.apply(model, level="positions"), which leaves caches alone'
 
 
@@ -29,6 +30,12 @@ class RowStates:
     def of(self, run: Run) -> Tensor:
         """``[count, H, key_length, D]``, a view."""
         return self.buffer[run.first : run.first + run.count, :, : run.key_length]
+
+    def up_to(self, rows: Tensor | slice, length: int) -> Tensor:
+        """``[rows, H, length, D]``: these rows' states, and behind them what is left over in the buffer."""
+        if isinstance(rows, slice):
+            return self.buffer[rows, :, :length]
+        return self.buffer[:, :, :length].index_select(0, rows)
 
 
 class RowLayer(CacheLayerMixin):
@@ -240,6 +247,11 @@ def take_over(cache: Cache, rows: Rows) -> None:
         cache.layer_class_to_replicate = RowLayer
 
 
+def round_up(length: int) -> int:
+    """The length of the bucket that a row of so many keys belongs to; capacities are whole buckets."""
+    return length + -length % BUCKET
+
+
 def _query_length(query: int | Tensor) -> int:
     """transformers 5 gives the query length, transformers 4 the positions of the query in the cache."""
     return query if isinstance(query, int) else query.shape[0]
@@ -254,9 +266,9 @@ def _write(
 ) -> Tensor:
     """Put ``new``, ``[1, H, T, D]``, at its places of ``buffer``, ``[B, H, capacity, D]``, which grows if need be."""
     if buffer is None:
-        buffer = new.new_zeros(batch_size, new.shape[1], longest, new.shape[3])
+        buffer = new.new_zeros(batch_size, new.shape[1], round_up(longest), new.shape[3])
     elif longest > buffer.shape[2]:
-        grown = buffer.new_zeros(*buffer.shape[:2], max(longest, 2 * buffer.shape[2]), buffer.shape[3])
+        grown = buffer.new_zeros(*buffer.shape[:2], round_up(max(longest, 2 * buffer.shape[2])), buffer.shape[3])
         grown[:, :, : buffer.shape[2]] = buffer
         buffer = grown
     if where is None:

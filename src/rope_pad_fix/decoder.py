@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from . import cache as caches
+from .attention import DecodeStep
 from .linear import make_invariant
 from .rows import Rows, Run
 
@@ -33,6 +34,8 @@ class PackedCall:
     runs: list[Run]
     cache: Cache | None  # the caller's own
     before: Tensor | None  # [B, hidden], what each row showed last in earlier calls
+    invariant: bool  # level "batch_invariant"
+    decode: DecodeStep | None = None
     decoded: bool = False  # a patched decoder has seen it
     attended: bool = False  # row-wise attention has seen it
 
@@ -106,7 +109,8 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
         return None
 
     decoder = next(m for m in module.modules() if getattr(m, "_padding_free_decoder", False))
-    if module._rope_pad_fix.level == "batch_invariant" and tokens.shape[1] > 1:
+    invariant = module._rope_pad_fix.level == "batch_invariant"
+    if invariant and tokens.shape[1] > 1:
         make_invariant(module)  # layers that came after `apply`, such as an adapter's
     if cache is None and _uses_cache(decoder, arguments):
         cache = DynamicCache()
@@ -128,7 +132,7 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
     packed["position_ids"] = rows.positions() if own is None else rows.strip_positions(own)
     # A mask of ones, not None: with None transformers would look for packed sequences in the positions.
     packed["attention_mask"] = torch.ones_like(packed["position_ids"].flatten(0, -2)[:1])
-    call = PackedCall(rows, rows.runs(), cache, before)
+    call = PackedCall(rows, rows.runs(), cache, before, invariant)
     if cache is not None:
         packed[module._cache_name] = caches.RowCacheView(cache, rows)
     packed["padding_free"] = call
