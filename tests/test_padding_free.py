@@ -31,7 +31,7 @@ def test_batch_equals_single_and_single_equals_unpatched(family, dtype, attentio
     rows = ragged()
     unpatched = lone_logits(model, rows)
     stock = {layout: model(*batch(rows, layout)).logits for layout in LAYOUTS}
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     alone = lone_logits(model, rows)
     for mine, stocks in zip(alone, unpatched, strict=True):
         assert torch.equal(mine, stocks)
@@ -48,7 +48,7 @@ def test_batch_equals_single_and_single_equals_unpatched(family, dtype, attentio
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_layout_padding_length_and_pad_token_change_no_bit(dtype):
-    model = rope_pad_fix.apply(tiny(dtype=dtype))
+    model = rope_pad_fix.apply(tiny(dtype=dtype), "padding_free")
     rows = ragged()
     ids, mask = batch(rows)
     reference = model(ids, mask).logits[mask == 1]
@@ -63,7 +63,7 @@ def test_layout_padding_length_and_pad_token_change_no_bit(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_neighbours_and_order_change_no_bit(dtype):
     """The same number of rows reaches the matrix kernels: only who is beside whom changes."""
-    model = rope_pad_fix.apply(tiny(dtype=dtype))
+    model = rope_pad_fix.apply(tiny(dtype=dtype), "padding_free")
     needle, *others = ragged((9, 23, 40, 5))
     strangers = ragged((23, 40, 5), seed=1)
 
@@ -80,7 +80,7 @@ def test_neighbours_and_order_change_no_bit(dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pads_hold_the_last_real_token_and_zeros_before_the_first(family):
-    model = rope_pad_fix.apply(tiny(family))
+    model = rope_pad_fix.apply(tiny(family), "padding_free")
     rows = ragged()
     ids, mask = batch(rows, "left", extra=2)
     left = model(ids, mask).logits
@@ -96,7 +96,7 @@ def test_pads_hold_the_last_real_token_and_zeros_before_the_first(family):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_to_keep_is_the_same_as_choosing_afterwards(layout):
     """bf16, where the kernels of two or more rows round alike, whatever their number."""
-    model = rope_pad_fix.apply(tiny(dtype=torch.bfloat16))
+    model = rope_pad_fix.apply(tiny(dtype=torch.bfloat16), "padding_free")
     ids, mask = batch(ragged(), layout, extra=2)
     full = model(ids, mask).logits
     columns = torch.tensor([[0, 5], [1, 1], [3, 41]])
@@ -115,7 +115,7 @@ def test_logits_to_keep_is_the_same_as_choosing_afterwards(layout):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_hidden_states_and_attentions_are_laid_back(layout):
-    model = rope_pad_fix.apply(tiny(attention="eager"))
+    model = rope_pad_fix.apply(tiny(attention="eager"), "padding_free")
     rows = ragged((3, 9, 6))
     ids, mask = batch(rows, layout, extra=1)
     out = model(ids, mask, output_hidden_states=True, output_attentions=True)
@@ -136,7 +136,7 @@ def test_hidden_states_and_attentions_are_laid_back(layout):
 
 @torch.no_grad()
 def test_attentions_of_a_cached_step_cover_the_past():
-    model = rope_pad_fix.apply(tiny(attention="eager"))
+    model = rope_pad_fix.apply(tiny(attention="eager"), "padding_free")
     ids, mask = batch(ragged((3, 9)), "right")
     cache = model(ids, mask, use_cache=True)[CACHE]
     mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
@@ -147,7 +147,7 @@ def test_attentions_of_a_cached_step_cover_the_past():
 
 @torch.no_grad()
 def test_tuple_output_holds_what_the_object_holds():
-    model = rope_pad_fix.apply(tiny())
+    model = rope_pad_fix.apply(tiny(), "padding_free")
     ids, mask = batch(ragged())
     for module in (model, model.model):
         expected = module(ids, mask)
@@ -162,7 +162,7 @@ def test_tuple_output_holds_what_the_object_holds():
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_embeddings_give_what_ids_give(layout):
-    model = rope_pad_fix.apply(tiny())
+    model = rope_pad_fix.apply(tiny(), "padding_free")
     ids, mask = batch(ragged(), layout)
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, model(ids, mask).logits)
@@ -171,7 +171,7 @@ def test_embeddings_give_what_ids_give(layout):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
 def test_masks_of_any_dtype(dtype):
-    model = rope_pad_fix.apply(tiny())
+    model = rope_pad_fix.apply(tiny(), "padding_free")
     ids, mask = batch(ragged(), "holes")
     assert torch.equal(model(ids, mask.to(dtype)).logits, model(ids, mask).logits)
 
@@ -181,7 +181,7 @@ def test_without_a_mask_every_token_is_real():
     model = tiny()
     ids = torch.stack(ragged((12, 12)))
     stock = model(ids).logits
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     assert torch.equal(model(ids).logits, stock)
 
 
@@ -191,7 +191,7 @@ def test_own_positions_are_respected():
     row = ragged((12,))[0]
     positions = torch.arange(12)[None] * 3 + 5
     stock = model(row[None], attention_mask=torch.ones(1, 12), position_ids=positions).logits
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     assert torch.equal(model(row[None], attention_mask=torch.ones(1, 12), position_ids=positions).logits, stock)
     ids, mask = batch([row, row[:4]], "left")
     padded = torch.zeros_like(ids)
@@ -209,7 +209,7 @@ def test_four_dimensional_mask_runs_as_ever(attention):
     causal = torch.tril(torch.ones(40, 40, dtype=torch.bool))[None, None] & mask[:, None, None].bool()
     additive = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
     stock = model(ids, attention_mask=additive).logits
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     assert torch.equal(model(ids, attention_mask=additive).logits, stock)
 
 
@@ -221,7 +221,7 @@ def test_sliding_window_counts_real_tokens():
     alone = lone_logits(model, rows)
     ids, mask = batch(rows, "holes")
     assert difference(model(ids, mask).logits, mask, alone) > 1
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     assert difference(model(ids, mask).logits, mask, alone) < 1e-4
     for one, row in zip(alone, rows, strict=True):
         assert torch.equal(model(row[None]).logits[0], one)
@@ -237,7 +237,7 @@ def test_classifier_pools_the_last_real_token(family, layout):
     ids, mask = batch(rows, layout, extra=1)
     embeds = model.get_input_embeddings()(ids)
     stock = model(ids, mask).logits, model(inputs_embeds=embeds, attention_mask=mask).logits
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     ones = [torch.ones(1, len(row)) for row in rows]
     alone = torch.cat([model(row[None], attention_mask=one).logits for row, one in zip(rows, ones, strict=True)])
     assert (stock[0] - alone).abs().max() > 0.1, "the test cannot fail"
@@ -255,7 +255,7 @@ def test_lone_classifier_equals_unpatched():
     model = tiny(head="classifier", num_labels=3)
     rows = ragged()
     stock = [model(row[None]).logits for row in rows]
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     for one, row in zip(stock, rows, strict=True):
         assert torch.equal(model(row[None]).logits, one)
 
@@ -269,7 +269,7 @@ def test_packed_sequences_without_a_mask_are_kept_apart():
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     alone = torch.cat(lone_logits(model, rows))
     assert (model(flat, position_ids=positions, use_cache=True).logits[0] - alone).abs().max() > 1
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     for use_cache in (False, True):
         out = model(flat, position_ids=positions, use_cache=use_cache)
         assert (out.logits[0] - alone).abs().max() < 1e-4
@@ -295,7 +295,7 @@ def test_r3_right_padded_prefill_then_a_step_without_positions(family):
 
     alone = torch.stack([model(torch.cat([row, n])[None]).logits[0, -1] for row, n in zip(rows, new, strict=True)])
     assert (step() - alone).abs().max() > 0.3
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     assert (step() - alone).abs().max() < 1e-4
 
 
@@ -368,6 +368,6 @@ def test_r16_positions_without_a_mask_mean_the_same_with_and_without_a_cache():
     assert drift(clamped) > 1
     assert drift(gap) > 1
     model.config.pad_token_id = None  # without a mask, pads cannot be told; no warning here
-    rope_pad_fix.apply(model)
+    rope_pad_fix.apply(model, "padding_free")
     assert drift(clamped) == 0
     assert drift(gap) == 0

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from .conftest import FAMILIES, LAYOUTS, SIZES, batch, ragged, tiny
 ROWS = ragged()
 CLOSE = 1e-4  # fp32: the lone row takes other matrix kernels than the rows of a batch
 WRONG = 0.3  # and what a stock model is off by, at least, when there are holes
-LEVELS = ("positions", "padding_free")
+LEVELS = ("positions", "padding_free", "batch_invariant")
 
 
 def first(output):
@@ -149,7 +150,7 @@ def test_patched_rows_are_as_alone_where_stock_ones_are_not(family, head):
     assert distance(rope_pad_fix.apply(model), expected) < CLOSE
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["positions", "padding_free"])
 def test_a_patched_model_gives_a_lone_row_what_the_stock_model_gives_it(level):
     model = tiny()
     expected = lone(model)
@@ -157,12 +158,11 @@ def test_a_patched_model_gives_a_lone_row_what_the_stock_model_gives_it(level):
 
 
 def test_the_strongest_level_is_the_default():
-    assert rope_pad_fix.status(rope_pad_fix.apply(tiny())).level == "padding_free"
+    assert rope_pad_fix.status(rope_pad_fix.apply(tiny())).level == "batch_invariant"
 
 
-@pytest.mark.parametrize("to", LEVELS)
-def test_applying_another_level_switches_to_it(to):
-    (other,) = set(LEVELS) - {to}
+@pytest.mark.parametrize(("to", "other"), itertools.permutations(LEVELS, 2))
+def test_applying_another_level_switches_to_it(to, other):
     model = tiny()
     before = snapshot(model)
     direct, state = padded(rope_pad_fix.apply(model, to)), rope_pad_fix.status(model)
@@ -182,19 +182,19 @@ def test_status_of_a_model_that_is_not_patched_is_none():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_status_names_level_family_decoder_and_modules(family):
     model = rope_pad_fix.apply(tiny(family))
-    assert rope_pad_fix.status(model) == Status("padding_free", family, "model", ("", "model"))
-    assert rope_pad_fix.status(model.model) == Status("padding_free", family, "", ("",))
+    assert rope_pad_fix.status(model) == Status("batch_invariant", family, "model", ("", "model"))
+    assert rope_pad_fix.status(model.model) == Status("batch_invariant", family, "", ("",))
 
 
 def test_status_of_a_classifier():
     model = tiny(head="classifier")
-    assert rope_pad_fix.status(rope_pad_fix.apply(model)) == Status("padding_free", "llama", "model", ("", "model"))
+    assert rope_pad_fix.status(rope_pad_fix.apply(model)) == Status("batch_invariant", "llama", "model", ("", "model"))
     assert rope_pad_fix.status(rope_pad_fix.apply(model, "positions")).decoder == "model"
 
 
 def test_status_of_a_model_inside_another_names_the_decoder_by_its_path():
     model = rope_pad_fix.apply(torch.nn.ModuleDict({"inner": tiny()}))
-    assert rope_pad_fix.status(model) == Status("padding_free", "llama", "inner.model", ("inner", "inner.model"))
+    assert rope_pad_fix.status(model) == Status("batch_invariant", "llama", "inner.model", ("inner", "inner.model"))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -809,7 +809,7 @@ def test_a_subclass_put_on_the_module_by_another_library():
     patched = [(module, type(module)) for module in (model, model.model)]
     for module, cls in patched:
         module.__class__ = type(f"Sharded{cls.__name__}", (cls,), {})
-    assert rope_pad_fix.status(model) == Status("padding_free", "llama", "model", ("", "model"))
+    assert rope_pad_fix.status(model) == Status("batch_invariant", "llama", "model", ("", "model"))
     assert distance(model, expected) < CLOSE
     assert torch.equal(model.generate(ROWS[0][None], max_new_tokens=4, do_sample=False), tokens)
     assert torch.equal(padded(copy.deepcopy(model)), padded(model))
@@ -914,7 +914,7 @@ def test_two_threads_may_use_one_model():
 def test_dtype_changed_while_patched(convert, tolerance):
     model = convert(rope_pad_fix.apply(tiny()))
     stock = convert(tiny())
-    assert rope_pad_fix.status(model).level == "padding_free"
+    assert rope_pad_fix.status(model).level == "batch_invariant"
     assert padded(model).dtype == stock.dtype
     assert distance(model, lone(stock)) < tolerance < WRONG < distance(stock, lone(stock), ["holes"])
     assert torch.equal(padded(rope_pad_fix.remove(model)), padded(stock))
@@ -941,7 +941,7 @@ def test_training_mode_and_gradient_checkpointing_can_be_switched_while_patched(
     model.gradient_checkpointing_enable()
     model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert rope_pad_fix.status(model.eval()).level == "padding_free"
+    assert rope_pad_fix.status(model.eval()).level == "batch_invariant"
 
 
 # --- families and register -----------------------------------------------------------------------------------------
@@ -971,7 +971,7 @@ def test_a_subclass_is_found_by_the_names_of_its_bases(copied):
     own = OwnForCausalLM(stock.config).eval()
     own.load_state_dict(stock.state_dict())
     rope_pad_fix.apply(own)
-    assert rope_pad_fix.status(own) == Status("padding_free", "llama", "model", ("", "model"))
+    assert rope_pad_fix.status(own) == Status("batch_invariant", "llama", "model", ("", "model"))
     assert distance(own, lone(stock)) < CLOSE
     assert torch.equal(padded(copied(own)), padded(own))
     rope_pad_fix.remove(own)
@@ -1003,7 +1003,7 @@ def test_a_registered_family_is_patched():
     rope_pad_fix.register(MISTRAL)
     assert MISTRAL in rope_pad_fix.families()
     rope_pad_fix.apply(model)
-    assert rope_pad_fix.status(model) == Status("padding_free", "mistral", "model", ("", "model"))
+    assert rope_pad_fix.status(model) == Status("batch_invariant", "mistral", "model", ("", "model"))
     assert distance(model, expected) < CLOSE
 
 

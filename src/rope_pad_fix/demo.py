@@ -122,6 +122,7 @@ class Example:
     prompt: str
     alone: str
     stock: str
+    patched_alone: str
     patched: str
 
 
@@ -168,7 +169,7 @@ def measure(dtypes: Sequence[str], level: str, new_tokens: int, progress: Callab
     """Run everything, and compare."""
     alone: list[Alone] = []
     cells: list[Cell] = []
-    examples: list[tuple[tuple[bool, bool, int], Example]] = []
+    examples: list[tuple[tuple[int, bool, int], Example]] = []
     lengths: list[int] = []
     for dtype in dtypes:
         progress(f"{dtype}: loading the model")
@@ -190,10 +191,11 @@ def measure(dtypes: Sequence[str], level: str, new_tokens: int, progress: Callab
             pair = [_compared(dtype, padding, patched, outcomes[patched], lone[patched]) for patched in (False, True)]
             cells += pair
             for i in pair[0].changed:
-                results = (lone[False], outcomes[False], outcomes[True])
+                results = (lone[False], outcomes[False], lone[True], outcomes[True])
                 example = Example(dtype, padding, PROMPTS[i], *(tokenizer.decode(r.answers[i]) for r in results))
                 # Best is one that the patched batch gets right, under the padding that is recommended, parting late.
-                rank = (i in pair[1].changed, padding != "left", -parting(example.alone, example.stock))
+                wrong = (i in pair[1].changed) + (example.patched != example.alone)
+                rank = (wrong, padding != "left", -parting(example.alone, example.stock))
                 examples.append((rank, example))
     best = min(examples, key=lambda ranked: ranked[0])[1] if examples else None
     return Report(level, new_tokens, torch.get_num_threads(), lengths, alone, cells, best)
@@ -329,10 +331,13 @@ def _panel(example: Example) -> Panel:
     grid.add_row("prompt", Text(example.prompt.strip()))
     grid.add_row("alone", parted(example.alone, example.stock))
     grid.add_row("stock batch", parted(example.stock, example.alone))
-    if example.patched == example.alone:
+    if example.patched != example.patched_alone:
+        grid.add_row("patched batch", parted(example.patched, example.patched_alone))
+    elif example.patched == example.alone:
         grid.add_row("patched batch", Text("the same as alone", style="green"))
     else:
-        grid.add_row("patched batch", parted(example.patched, example.alone))
+        grid.add_row("patched alone", Text(example.patched_alone))
+        grid.add_row("patched batch", Text("the same as patched alone", style="green"))
     title = f"One answer that batching changed: {example.dtype}, padded on the {example.padding}"
     return Panel(grid, title=title, title_align="left", subtitle="▶ where they part", subtitle_align="left")
 

@@ -44,7 +44,7 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     if n < _NARROW:  # a handful of outputs takes kernels of its own, which see the rows
         bias = None if bias is None else F.pad(bias, (0, _NARROW - n))
         return invariant_linear(input, F.pad(weight, (0, 0, 0, _NARROW - n)), bias)[..., :n]
-    plan = plan_for(device, dtype, torch.get_num_threads() if device.type == "cpu" else 0, n, k)
+    plan = plan_for(device, dtype, _threads(device), n, k)
     x = input.reshape(-1, k)
     rows = x.shape[0]
     missing = -rows % plan.tile
@@ -164,10 +164,22 @@ def make_invariant(module: nn.Module) -> None:
     """Give every plain linear layer below a module its class, and find the plans they need."""
     for layer in [m for m in module.modules() if _plain(m)]:
         layer.__class__ = InvariantLinear
-        weight: Any = layer.weight
-        n, k = weight.shape
-        if weight.device.type != "meta" and n >= _NARROW:
-            plan_for(weight.device, weight.dtype, torch.get_num_threads() if weight.device.type == "cpu" else 0, n, k)
+    tiles(module)
+
+
+def tiles(module: nn.Module) -> dict[tuple[int, int], str]:
+    """For each shape ``(outputs, inputs)`` of the invariant linear layers below a module: its product and tile."""
+    found = {}
+    for layer in module.modules():
+        if isinstance(layer, InvariantLinear) and layer.weight.device.type != "meta":
+            n, k = max(layer.out_features, _NARROW), layer.in_features
+            plan = plan_for(layer.weight.device, layer.weight.dtype, _threads(layer.weight.device), n, k)
+            found[n, k] = f"{plan.product} {plan.tile}" + (" fixed" if plan.fixed else "")
+    return found
+
+
+def _threads(device: torch.device) -> int:
+    return torch.get_num_threads() if device.type == "cpu" else 0
 
 
 def _plain(module: nn.Module) -> bool:

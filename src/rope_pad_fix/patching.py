@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -22,7 +22,7 @@ from .decoder import CACHE_NAMES, padding_free_decoder, positions_decoder
 from .errors import UnsupportedModelError
 from .families import families, find
 from .heads import padding_free_causal_lm, padding_free_classifier, positions_causal_lm
-from .linear import PARTS, InvariantLinear, make_invariant, parts
+from .linear import PARTS, InvariantLinear, make_invariant, parts, tiles
 from .rows import position_ids
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,7 +37,7 @@ LEVELS: dict[str, dict[str, Role]] = {
     },
 }
 LEVELS["batch_invariant"] = LEVELS["padding_free"] | PARTS
-DEFAULT_LEVEL = "padding_free"
+DEFAULT_LEVEL = "batch_invariant"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the longest row of the batch
 
 
@@ -46,16 +46,19 @@ class Status:
     """What is patched on a model.
 
     Attributes:
-        level: ``"positions"`` or ``"padding_free"``.
+        level: ``"positions"``, ``"padding_free"`` or ``"batch_invariant"``.
         family: name of the family, or of the class for a decoder that belongs to none.
         decoder: the patched decoder's name in the model, as in ``named_modules`` (``""`` is the model itself).
-        modules: names of all patched modules, the decoder included.
+        modules: names of the patched heads and decoders.
+        tiles: at level ``"batch_invariant"``, for each shape ``(outputs, inputs)`` of the linear layers the product
+            used and the tile that rows are padded to, such as ``"onednn 2"``.
     """
 
     level: str
     family: str
     decoder: str
     modules: tuple[str, ...]
+    tiles: dict[tuple[int, int], str] = field(default_factory=dict, compare=False)
 
 
 def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
@@ -65,9 +68,11 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
         model: a decoder model of transformers (``…ForCausalLM``, ``…ForSequenceClassification``, a base model), or any
             module that contains one: a PEFT model, a model under DDP or Accelerate. Patched in place; other models of
             the same class are not touched.
-        level: ``"padding_free"``: no padding is computed, each row keeps the positions, masks and attention shapes it
-            has alone. ``"positions"``: only position_ids are derived from the mask; for ``torch.compile``, static
-            caches, and architectures that ``"padding_free"`` does not cover. Calling again switches the level.
+        level: ``"batch_invariant"``: no padding is computed, and nothing that a row goes through depends on the rows
+            beside it, so that it gives the same bits in any batch. ``"padding_free"``: no padding is computed; matrix
+            products still see the number of rows, and a lone row gives the bits of the unpatched model.
+            ``"positions"``: only position_ids are derived from the mask; for ``torch.compile``, static caches, and
+            architectures that the others do not cover. Calling again switches the level.
 
     Returns:
         The model.
@@ -81,8 +86,8 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> tiny = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         ...                                     num_attention_heads=2, vocab_size=64))
-        >>> status(apply(tiny))
-        Status(level='padding_free', family='llama', decoder='model', modules=('', 'model'))
+        >>> status(apply(tiny, level="padding_free"))
+        Status(level='padding_free', family='llama', decoder='model', modules=('', 'model'), tiles={})
         >>> status(remove(tiny)) is None
         True
     """
@@ -145,7 +150,8 @@ def status(model: nn.Module) -> Status | None:
     if not decoders:
         return None
     patch = patched[decoders[0]]
-    return Status(patch.level, patch.family, decoders[0], tuple(patched))
+    modules = tuple(name for name, patch in patched.items() if patch.part not in PARTS)
+    return Status(patch.level, patch.family, decoders[0], modules, tiles(model))
 
 
 @dataclass(frozen=True)
