@@ -16,7 +16,7 @@ from rope_pad_fix import cli, demo, smollm2
 LONE = demo.Alone("float32", same=True, seconds=4.0)
 STOCK = demo.Cell("float32", "right", patched=False, logit_difference=3.0, changed=[0, 1], seconds=2.0)
 PATCHED = demo.Cell("float32", "right", patched=True, logit_difference=2e-5, changed=[], seconds=1.0)
-EXAMPLE = demo.Example("float32", "right", "Why?", "Because of [it].", "Because of us.", "Because of [it].")
+EXAMPLE = demo.Example("float32", "right", "Why?", "Because of [it].", "Because of us.", *["Because of [it]."] * 2)
 REPORT = demo.Report("padding_free", 48, 2, [5, 9, 30], [LONE], [STOCK, PATCHED], EXAMPLE)
 
 
@@ -114,6 +114,13 @@ def test_show_names_the_problems_and_says_why_bfloat16_differs():
     assert "Why bfloat16 text" in text
     assert "batch_invariant" in text
     assert "batch_invariant" not in printed(REPORT)
+
+
+def test_show_compares_the_patched_batch_with_the_patched_model_alone():
+    example = dataclasses.replace(EXAMPLE, patched_alone="Because of [me].", patched="Because of [me].")
+    assert "the same as patched alone" in printed(dataclasses.replace(REPORT, example=example))
+    example = dataclasses.replace(example, patched="Because of [you].")
+    assert "Because of [▶you]." in printed(dataclasses.replace(REPORT, example=example))
 
 
 @pytest.mark.parametrize(("text", "other", "expected"), [("abc", "abd", "ab▶c"), ("ab", "abd", "ab▶"), ("", "", "▶")])
