@@ -25,7 +25,7 @@ from rope_pad_fix.patching import DEFAULT_LEVEL, LEVELS
 
 BATCH_SIZES = (8, 32)
 SHORTEST, LONGEST = 5, 100  # tokens of a prompt
-REPETITIONS = 7
+REPETITIONS = 5
 STEPS = 15  # of decoding, in each repetition
 
 # What is timed, and what it is called in the table.

@@ -107,23 +107,27 @@ def row_attention(
         return torch.zeros_like(query.transpose(1, 2)), []
     if implementation in FLASH:
         return _flash(module, query, key, value, runs, implementation, **kwargs), None
-    if (
-        padding_free.invariant
-        and implementation == "sdpa"
-        and isinstance(key, RowStates)
-        and isinstance(value, RowStates)
-    ):
-        steps = _decode_buckets(padding_free, query.device)
-        if steps is not None and _unmasked(attention_mask, runs, implementation):
-            return _decode(function, module, query, key, value, steps, **kwargs), None
-    outputs, weights = [], []
+    outputs: list[Tensor] = []
+    weights: list[Any] = []
+    steps: list[Run] = []  # to be decoded together
     for run in runs:
         mask = attention_mask.of(run, implementation) if isinstance(attention_mask, MaskRecipe) else attention_mask
+        if padding_free.invariant and implementation == "sdpa" and mask is None and run.decodes:
+            steps.append(run)
+            continue
         q, k, v = _split(query, run), _states(key, run), _states(value, run)
         output, weight = function(module, q, k, v, mask, **kwargs)  # [count, n, H, D]
         outputs.append(output.flatten(0, 1))
         weights.append(weight)
-    return torch.cat(outputs)[None], None if weights[0] is None else weights
+    order = None
+    if steps and isinstance(key, RowStates) and isinstance(value, RowStates):
+        plan = padding_free.decode_plan(steps)
+        outputs += _decode(function, module, query, key, value, plan, **kwargs)
+        order = plan.order
+    joined = torch.cat(outputs)
+    if order is not None:
+        joined = joined.index_select(0, order)
+    return joined[None], weights if weights and weights[0] is not None else None
 
 
 @dataclass(frozen=True)
@@ -137,32 +141,29 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class DecodeStep:
-    """One call in which every row that has a token has just one."""
+class DecodePlan:
+    """How the rows of a call that decode one token each share calls of attention."""
 
     buckets: list[Bucket]
-    order: Tensor | None  # [T], where the packed tokens stand in the buckets one after another; None if in order
+    order: Tensor | None  # [T], where each packed token stands in the other rows' outputs and these; None if in order
 
 
-def _decode_buckets(call: PackedCall, device: torch.device) -> DecodeStep | None:
-    """The buckets of a call, made once for all its layers; None if a row has several tokens."""
-    if call.decode is None and all(run.query_length == 1 for run in call.runs):
-        members: dict[int, list[tuple[int, int, int]]] = {}
-        for run in call.runs:
-            for i in range(run.count):
-                row = (run.first + i, run.start + i, run.key_length)
-                members.setdefault(round_up(run.key_length), []).append(row)
-        buckets = []
-        for length, rows in sorted(members.items()):
-            first, token, keys = (list(column) for column in zip(*rows, strict=True))
-            mask = torch.arange(length) < torch.tensor(keys)[:, None]
-            buckets.append(Bucket(_index(first, device), _index(token, device), length, mask[:, None, None].to(device)))
-        tokens = [token for _, rows in sorted(members.items()) for _, token, _ in rows]
-        order = None
-        if tokens != sorted(tokens):
-            order = torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__)).to(device)
-        call.decode = DecodeStep(buckets, order)
-    return call.decode
+def decode_plan(runs: list[Run], steps: list[Run], device: torch.device) -> DecodePlan:
+    """Buckets for those ``steps`` among the ``runs`` of a call."""
+    members: dict[int, list[tuple[int, int, int]]] = {}
+    for run in steps:
+        rows = [(run.first + i, run.start + i, run.key_length) for i in range(run.count)]
+        members.setdefault(round_up(run.key_length), []).extend(rows)
+    buckets = []
+    tokens = [run.start + i for run in runs if run not in steps for i in range(run.count * run.query_length)]
+    for length, rows in sorted(members.items()):
+        first, token, keys = (list(column) for column in zip(*rows, strict=True))
+        mask = torch.arange(length) < torch.tensor(keys)[:, None]
+        buckets.append(Bucket(_index(first, device), _index(token, device), length, mask[:, None, None].to(device)))
+        tokens += token
+    if tokens == sorted(tokens):
+        return DecodePlan(buckets, None)
+    return DecodePlan(buckets, torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__)).to(device))
 
 
 def _index(numbers: list[int], device: torch.device) -> Tensor | slice:
@@ -171,30 +172,24 @@ def _index(numbers: list[int], device: torch.device) -> Tensor | slice:
     return torch.tensor(numbers).to(device)
 
 
-def _unmasked(recipe: Any, runs: list[Run], implementation: str) -> bool:
-    """Whether every row attends to all its keys (no window or chunk cuts some off)."""
-    return isinstance(recipe, MaskRecipe) and all(recipe.of(run, implementation) is None for run in runs)
-
-
 def _decode(
     function: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: RowStates,
     value: RowStates,
-    step: DecodeStep,
+    plan: DecodePlan,
     **kwargs: Any,
-) -> Tensor:
+) -> list[Tensor]:
     """One token a row: rows whose numbers of keys round up to the same share a call, in which each has the shape that
-    it has alone. ``[1, H, T, D]`` to ``[1, T, H, D]``."""
+    it has alone. ``[1, H, T, D]`` to ``[rows, H, D]`` of each bucket."""
     tokens = query[0].transpose(0, 1)[:, :, None]  # [T, H, 1, D]
     outputs = []
-    for bucket in step.buckets:
+    for bucket in plan.buckets:
         q = tokens[bucket.tokens]
         k, v = key.up_to(bucket.rows, bucket.length), value.up_to(bucket.rows, bucket.length)
         outputs.append(function(module, q, k, v, bucket.mask, **kwargs)[0][:, 0])  # [rows, H, D]
-    joined = torch.cat(outputs)
-    return (joined if step.order is None else joined.index_select(0, step.order))[None]
+    return outputs
 
 
 def _split(packed: Tensor, run: Run) -> Tensor:

@@ -72,9 +72,8 @@ def plan_for(device: torch.device, dtype: torch.dtype, threads: int, n: int, k: 
     path = cache_directory() / f"plans-{_environment(device)}.json"
     key = f"{dtype} {threads} threads {n}x{k}"
     known = _read(path).get(key)
-    if known is not None:
-        plan = Plan(*known)
-        if plan.product in products(device, dtype) and (plan.fixed or _probe(plan, device, dtype, n, k)):
+    for plan in _possible(device, dtype):
+        if known == list(astuple(plan)) and (plan.fixed or _probe(plan, device, dtype, n, k)):
             return plan
     plan = calibrate(device, dtype, n, k)
     _add(path, key, plan)
@@ -98,6 +97,11 @@ def calibrate(device: torch.device, dtype: torch.dtype, n: int, k: int) -> Plan:
             if _agrees(PRODUCTS[name], [m for m in counts if m <= rows], x, weight):
                 return Plan(name, tile)
     return Plan("torch", TILES[-1], fixed=True)
+
+
+def _possible(device: torch.device, dtype: torch.dtype) -> list[Plan]:
+    plans = [Plan(product, tile) for product in products(device, dtype) for tile in TILES]
+    return [*plans, Plan("torch", TILES[-1], fixed=True)]
 
 
 def _probe(plan: Plan, device: torch.device, dtype: torch.dtype, n: int, k: int) -> bool:
@@ -177,8 +181,8 @@ def _add(path: Path, key: str, plan: Plan) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             plans = _read(path) | {key: astuple(plan)}
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-                json.dump(plans, file, indent=1)
-            os.replace(file.name, path)
+            with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+                (new := Path(directory) / path.name).write_text(json.dumps(plans, indent=1))
+                os.replace(new, path)
     except OSError:
         pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from . import cache as caches
-from .attention import DecodeStep
+from .attention import DecodePlan, decode_plan
 from .linear import make_invariant
 from .rows import Rows, Run
 
@@ -35,9 +35,16 @@ class PackedCall:
     cache: Cache | None  # the caller's own
     before: Tensor | None  # [B, hidden], what each row showed last in earlier calls
     invariant: bool  # level "batch_invariant"
-    decode: DecodeStep | None = None
+    plans: dict[tuple[Run, ...], DecodePlan] = field(default_factory=dict)
     decoded: bool = False  # a patched decoder has seen it
     attended: bool = False  # row-wise attention has seen it
+
+    def decode_plan(self, steps: list[Run]) -> DecodePlan:
+        """Made once for all layers that decode the same rows."""
+        key = tuple(steps)
+        if key not in self.plans:
+            self.plans[key] = decode_plan(self.runs, steps, self.rows.index.device)
+        return self.plans[key]
 
 
 def padding_free_decoder(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:

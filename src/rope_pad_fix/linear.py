@@ -49,7 +49,8 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     rows = x.shape[0]
     missing = -rows % plan.tile
     if missing:
-        x = torch.cat((x, x[:1].expand(missing, k)))  # any row will do; this is quicker than zeros
+        # Any row will do, and this is quicker than zeros; but autocast does not take every data type for `cat`.
+        x = F.pad(x, (0, 0, 0, missing)) if autocast else torch.cat((x, x[:1].expand(missing, k)))
     if autocast:
         out = _multiply(F.linear, plan, x, weight, bias)
     elif plan.product == "torch" or not torch.is_grad_enabled():

@@ -25,6 +25,11 @@ class Run:
     key_length: int  # tokens of each row in this call and before it
     start: int  # where they begin in the packed sequence
 
+    @property
+    def decodes(self) -> bool:
+        """Whether each row adds one token to a past."""
+        return self.query_length == 1 < self.key_length
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
