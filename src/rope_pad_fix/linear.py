@@ -133,19 +133,13 @@ class _Invariant(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def invariant_module(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def invariant_module(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a module that multiplies by matrices of its own, or contains one that does."""
     with _Invariant():
-        return inner(**arguments)
+        return inner(*args, **kwargs)
 
 
-def invariant_activation(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """``forward`` of an activation module."""
-    (x,) = arguments.values()
-    return invariant_elementwise(inner, x)
-
-
-PARTS = {"products": invariant_module, "activation": invariant_activation}
+PARTS: dict[str, Callable[..., Any]] = {"products": invariant_module, "activation": invariant_elementwise}
 
 
 def parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

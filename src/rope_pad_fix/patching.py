@@ -36,7 +36,7 @@ LEVELS: dict[str, dict[str, Role]] = {
         "classifier": padding_free_classifier,
     },
 }
-LEVELS["batch_invariant"] = LEVELS["padding_free"] | PARTS
+LEVELS["batch_invariant"] = LEVELS["padding_free"]  # and what is in `linear`
 DEFAULT_LEVEL = "batch_invariant"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the longest row of the batch
 
@@ -97,15 +97,14 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
     targets = _targets(model, level)
     remove(model)
     for module, family, part in targets:
-        role = LEVELS[level].get(part)
-        if role is not None:
-            module.__class__ = _patched_class(type(module), Patch(level, family, part, role))
+        if part in LEVELS[level]:
+            module.__class__ = _patched_class(type(module), Patch(level, family, part))
             _view_configs(module)
     if level == "batch_invariant":
         for module, family, _ in targets:
             for inner, part in list(parts(module)):
                 if _patch(inner) is None:
-                    inner.__class__ = _patched_class(type(inner), Patch(level, family, part, PARTS[part]))
+                    inner.__class__ = _patched_class(type(inner), Patch(level, family, part))
             make_invariant(module)
     return model
 
@@ -161,7 +160,6 @@ class Patch:
     level: str
     family: str
     part: str
-    role: Role
 
 
 def _check_module(model: object) -> None:
@@ -305,13 +303,15 @@ class _BoundForward:
         patch = _patch(self.module)
         if patch is None:
             return inner(*args, **kwargs)
+        if patch.part in PARTS:
+            return PARTS[patch.part](inner, *args, **kwargs)
         names = self.module._parameter_names
         if len(args) > len(names):
             raise TypeError(f"forward() takes {len(names)} positional arguments but {len(args)} were given")
         arguments = dict(zip(names, args, strict=False))
         if doubled := arguments.keys() & kwargs.keys():
             raise TypeError(f"forward() got multiple values for argument {min(doubled)!r}")
-        return patch.role(self.module, inner, arguments | kwargs)
+        return LEVELS[patch.level][patch.part](self.module, inner, arguments | kwargs)
 
 
 def _patched_class(base: type[nn.Module], patch: Patch) -> type[nn.Module]:
