@@ -215,10 +215,11 @@ def _rows(tokens: Tensor, mask: Tensor | None, cache: Cache | None, arguments: d
         return Rows.from_mask(torch.cat([before, before.new_ones(batch_size, length)], 1), length)
     if length > 1 and "input_ids" in arguments and arguments["input_ids"] is not None:
         pad = getattr(config, "pad_token_id", None)
-        if pad is not None and bool((tokens == pad).any()):
+        # Only where padding stands: chats hold the token between their turns, and `generate` drops a mask of ones.
+        if pad is not None and bool((tokens[:, [0, -1]] == pad).any()):
             warnings.warn(
-                f"input_ids contain the pad token {pad} but there is no attention_mask: every token is taken as real. "
-                "Pass the tokenizer's attention_mask",
+                f"input_ids contain the pad token {pad} at an end of a row, but there is no attention_mask: every token "
+                "is taken as real. Pass the tokenizer's attention_mask",
                 UserWarning,
                 stacklevel=2,
             )
