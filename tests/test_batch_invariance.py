@@ -31,7 +31,7 @@ def invariant(family="llama", **options):
     return rope_pad_fix.apply(tiny(family, **options), LEVEL)
 
 
-def everything(model, rows, layout="left", extra=0, steps=STEPS, **inputs):
+def everything(model, rows, layout="left", extra=0, steps=STEPS):
     """Of each row: the logits of its prompt and of greedy steps, their tokens, the keys and values of all of them."""
     ids, mask = batch(rows, layout, extra)
     out = model(input_ids=ids, attention_mask=mask, use_cache=True)
@@ -84,13 +84,13 @@ CASES += [(family, list(DTYPES)[i % 3], "eager") for i, family in enumerate(EVER
 @pytest.mark.parametrize(("family", "dtype", "attention"), CASES)
 def test_verify_is_true_and_names_a_module_at_other_levels(family, dtype, attention):
     model = tiny(family, dtype=DTYPES[dtype], attention=attention)
-    options = {"cases": 3, "batch_size": 5, "max_length": 32, "new_tokens": 2}
+    options = {"cases": 3, "batch_size": 4, "max_length": 24, "new_tokens": 2}
     names = dict(model.named_modules())
     for level in (None, "padding_free", LEVEL):
         if level is not None:
             rope_pad_fix.apply(model, level)
         found = rope_pad_fix.verify(model, **options)
-        assert (found.cases, found.rows) == (3, 15)
+        assert (found.cases, found.rows) == (3, 12)
         if level == LEVEL:
             assert found
             assert found.differing == 0
@@ -128,10 +128,10 @@ def test_batches_of_any_size(dtype, threads):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batches_of_some_sizes(family, dtype):
     model = invariant(family, dtype=DTYPES[dtype])
-    rows = ragged([7, 1, 12, 12, 3, 20, 5, 2, 9, 12, 1, 30, 8, 4, 6, 11, 10])
-    alone = [everything(model, [row])[0] for row in rows]
-    for size in (2, 5, 17):
-        assert not differing(model, rows[:size], alone[:size])
+    rows = ragged([7, 1, 12, 12, 3, 20, 5, 2, 9, 30, 8])
+    alone = [everything(model, [row], steps=2)[0] for row in rows]
+    for size in (2, 5, 11):
+        assert not differing(model, rows[:size], alone[:size], steps=2)
 
 
 @torch.no_grad()

@@ -218,8 +218,8 @@ def _rows(tokens: Tensor, mask: Tensor | None, cache: Cache | None, arguments: d
         # Only where padding stands: chats hold the token between their turns, and `generate` drops a mask of ones.
         if pad is not None and bool((tokens[:, [0, -1]] == pad).any()):
             warnings.warn(
-                f"input_ids contain the pad token {pad} at an end of a row, but there is no attention_mask: every token "
-                "is taken as real. Pass the tokenizer's attention_mask",
+                f"input_ids contain the pad token {pad} at an end of a row, but there is no attention_mask: each "
+                "token is taken as real. Pass the tokenizer's attention_mask",
                 UserWarning,
                 stacklevel=2,
             )
