@@ -77,20 +77,20 @@ def weights_of(model):
 
 # --- every family ----------------------------------------------------------------------------------------------------
 
-CASES = [(family, dtype, "sdpa") for family in EVERY for dtype in DTYPES]
-CASES += [(family, list(DTYPES)[i % 3], "eager") for i, family in enumerate(EVERY)]
+SOME = [(family, list(DTYPES)[i % 3]) for i, family in enumerate(EVERY)]  # each family in one data type
+CASES = [(family, dtype, "sdpa") for family in EVERY for dtype in DTYPES] + [(*some, "eager") for some in SOME]
 
 
 @pytest.mark.parametrize(("family", "dtype", "attention"), CASES)
 def test_verify_is_true_and_names_a_module_at_other_levels(family, dtype, attention):
     model = tiny(family, dtype=DTYPES[dtype], attention=attention)
-    options = {"cases": 3, "batch_size": 4, "max_length": 24, "new_tokens": 2}
+    options = {"cases": 3, "batch_size": 3, "max_length": 24, "new_tokens": 2}
     names = dict(model.named_modules())
     for level in (None, "padding_free", LEVEL):
         if level is not None:
             rope_pad_fix.apply(model, level)
         found = rope_pad_fix.verify(model, **options)
-        assert (found.cases, found.rows) == (3, 12)
+        assert (found.cases, found.rows) == (3, 9)
         if level == LEVEL:
             assert found
             assert found.differing == 0
@@ -130,7 +130,7 @@ def test_batches_of_some_sizes(family, dtype):
     model = invariant(family, dtype=DTYPES[dtype])
     rows = ragged([7, 1, 12, 12, 3, 20, 5, 2, 9, 30, 8])
     alone = [everything(model, [row], steps=2)[0] for row in rows]
-    for size in (2, 5, 11):
+    for size in (3, 11):
         assert not differing(model, rows[:size], alone[:size], steps=2)
 
 
@@ -188,8 +188,7 @@ def generate(model, rows, layout="left", **options):
     return out, out.sequences[:, ids.shape[1] :]
 
 
-@pytest.mark.parametrize("family", EVERY)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("family", "dtype"), SOME)
 def test_greedy_tokens_and_scores(family, dtype):
     model, rows = invariant(family, dtype=DTYPES[dtype]), ragged((5, 23, 1, 23))
     alone = [generate(model, [row]) for row in rows]
@@ -363,7 +362,7 @@ def adapted(model, std=0.3):
 
 @pytest.mark.parametrize("mode", ["no grad", "autocast", "training", "training under autocast"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "glm", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(when, family, dtype, mode):
     model = tiny(family, dtype=DTYPES[dtype])
