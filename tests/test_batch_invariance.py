@@ -13,9 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import rope_pad_fix
-from rope_pad_fix import calibration, linear
+from rope_pad_fix import attention, cache, calibration, decoding, linear
 from rope_pad_fix.calibration import Plan
 from rope_pad_fix.linear import invariant_elementwise, invariant_linear
+from rope_pad_fix.rows import Run
 from rope_pad_fix.verify import first_difference
 
 from .conftest import CACHE, FAMILIES, LAYOUTS, MIXTURES, batch, ragged, tiny
@@ -934,3 +935,75 @@ def test_verify_says_the_same_twice():
     assert first == rope_pad_fix.verify(model, cases=2, batch_size=3, max_length=12, new_tokens=0)
     assert (first.cases, first.rows) == (2, 6)
     assert bool(first) == first.equal == (first.differing == 0)
+
+
+# --- attention that rows share while decoding -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"num_attention_heads": 4, "num_key_value_heads": 4},
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 64},
+        {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112},
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96, "head_dim": 20},
+    ],
+    ids=lambda heads: "-".join(map(str, heads.values())),
+)
+def test_layouts_of_heads(heads, dtype, threads):
+    """While decoding, a kernel's rounding can depend on the thread that a head lands on."""
+    torch.set_num_threads(threads)
+    assert rope_pad_fix.verify(invariant(dtype=DTYPES[dtype], **heads), cases=2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(9, 3, 64), (14, 2, 64), (4, 4, 20), (8, 1, 128), (5, 5, 96)])
+def test_rows_of_any_lengths_share_a_call(heads, key_heads, size, dtype, threads):
+    """Keys beyond a row's own, up to a longer row's, change no bit of it: what `ragged_rows_agree` tries, and more."""
+    torch.set_num_threads(threads)
+    if not decoding.ragged_rows_agree(CPU, DTYPES[dtype], threads, heads, key_heads, size):
+        pytest.skip("rows do not share calls on this CPU")
+    generator = torch.Generator().manual_seed(1)
+    for longest in (40, 300, 1500):
+        lengths = torch.randint(1, longest + 1, (5,), generator=generator)
+        padded = cache.round_up(longest)
+        query = torch.randn(5, heads, size, generator=generator).to(DTYPES[dtype])
+        key, value = torch.randn(2, 5, key_heads, padded, size, generator=generator).to(DTYPES[dtype])
+        mask = (torch.arange(padded) < lengths[:, None])[:, None, None]
+        together = decoding.shared_attention(query, key, value, mask)
+        for i, own in enumerate(map(cache.round_up, lengths.tolist())):
+            row = slice(i, i + 1)
+            alone = decoding.shared_attention(query[row], key[row, :, :own], value[row, :, :own], mask[row, ..., :own])
+            assert torch.equal(alone[0], together[i])
+
+
+def test_sharing_is_tried_and_not_assumed(monkeypatch):
+    """The attempt tells the number of queries that does from one that does not."""
+    torch.set_num_threads(2)
+    shape = CPU, torch.float32, 2, 9, 3, 64
+    agree = decoding.ragged_rows_agree.__wrapped__
+    monkeypatch.setattr(decoding, "_QUERIES", 3)
+    if agree(*shape):
+        pytest.skip("on this CPU rows share a call of three queries without a difference: there is nothing to show")
+    monkeypatch.undo()
+    assert agree(*shape)
+
+
+def test_which_rows_share_a_call():
+    def groups(lengths, rows=None):
+        runs = [Run(row, 1, n, i) for i, (row, n) in enumerate(zip(rows or range(9), lengths, strict=False))]
+        return [[run.key_length for run in group.runs] for group in decoding.ragged_rows(runs, CPU)]
+
+    assert groups([10, 20, 200, 190]) == [[10, 20, 200, 190]]
+    assert groups([10, 20, 500, 200]) == [[10, 20], [500, 200]]
+    assert groups([10, 2000, 1900, 10]) == [[10], [2000, 1900], [10]]  # too many keys for nothing
+    assert groups([10, 20], rows=[0, 2]) == [[10], [20]]  # a view of neighbours copies no keys
+
+
+def test_without_sharing_rows_are_equal_too(monkeypatch):
+    monkeypatch.setattr(attention, "ragged_rows_agree", lambda *args: False)
+    assert rope_pad_fix.verify(invariant(), cases=2)

@@ -1,6 +1,6 @@
 """`Rows` against a plain Python loop, for any mask."""
 
-import itertools
+import dataclasses
 
 import pytest
 import torch
@@ -85,25 +85,31 @@ def test_restoring_chosen_slots_is_choosing_from_the_restored(case, data):
     assert torch.equal(chosen, rows.restore(packed).flatten(0, 1)[slots])
 
 
+@given(masks(), st.sampled_from([2, 4, 64]))
+def test_tokens_of_no_row_fill_up_the_width_and_are_seen_nowhere(case, tile):
+    mask, length = case
+    plain, tiled = (dataclasses.replace(Rows.from_mask(mask, length), tile=n) for n in (1, tile))
+    x = torch.arange(mask.shape[0] * length).view(-1, length) + 1
+    packed = tiled.strip(x)
+    assert packed.shape == tiled.positions().shape == tiled.strip_positions(x).shape == (1, tiled.width)
+    assert tiled.width == max(-(-plain.total // tile), 1) * tile
+    assert torch.equal(tiled.restore(packed), plain.restore(plain.strip(x)))
+    assert torch.equal(tiled.last(packed[..., None], None), plain.last(plain.strip(x)[..., None], None))
+    labels = tiled.strip_labels(x)
+    assert (labels[:, plain.total :] == -100).all()
+    assert torch.equal(labels[:, : plain.total], plain.strip_labels(x)[:, : plain.total])
+
+
 @given(masks())
-def test_runs_cover_every_token_once_and_join_equal_neighbours(case):
+def test_runs_are_the_rows_with_tokens(case):
     mask, length = case
     rows = Rows.from_mask(mask, length)
-    runs = rows.runs()
-    tokens = [
-        (run.first + i, run.start + i * run.query_length, run.query_length, run.key_length)
-        for run in runs
-        for i in range(run.count)
-    ]
     expected, start = [], 0
     for row, (n, past) in enumerate(zip(rows.lengths, rows.past_lengths, strict=True)):
         if n:
-            expected.append((row, start, n, n + past))
+            expected.append((row, n, n + past, start))
         start += n
-    assert tokens == expected
-    for a, b in itertools.pairwise(runs):
-        neighbours = a.first + a.count == b.first
-        assert not (neighbours and (a.query_length, a.key_length) == (b.query_length, b.key_length))
+    assert [(run.row, run.query_length, run.key_length, run.start) for run in rows.runs()] == expected
 
 
 @given(masks())

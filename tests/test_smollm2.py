@@ -78,3 +78,11 @@ def test_greedy_text(model, rows):
             for row, batched in zip(rows, left, strict=True):
                 assert torch.equal(generate(model, row[None], torch.ones(1, len(row)).long())[0], batched)
     assert (generate(model, *batch(rows, "right")) != left).any(), "stock passes, so the test cannot fail"
+
+
+def test_every_bit_at_level_batch_invariant(model):
+    """Prompts, decoding, keys and values; 9 heads of 3 key heads, which two threads cannot share evenly."""
+    assert not rope_pad_fix.verify(model, cases=1, batch_size=4, max_length=16), "stock passes, so the test cannot fail"
+    with rope_pad_fix.applied(model, "batch_invariant"):
+        verdict = rope_pad_fix.verify(model, cases=3, batch_size=6, max_length=40)
+    assert verdict, verdict

@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from .cache import RowStates, round_up
+from .cache import RowStates
+from .decoding import (
+    Group,
+    equal_rows,
+    equal_rows_agree,
+    may_share,
+    ragged_rows,
+    ragged_rows_agree,
+    shared_attention,
+)
 from .errors import UnsupportedModelError
 from .rows import Run
 
@@ -86,13 +95,14 @@ def row_attention(
     """Attention of a packed call, in transformers' attention interface.
 
     Args:
-        query: ``[1, H, T, D]``, all rows' tokens.
-        key, value: ``[1, H_kv, T, D]``, or the `RowStates` that a cache returned.
+        query: ``[1, H, W, D]``, all rows' tokens.
+        key, value: ``[1, H_kv, W, D]``, or the `RowStates` that a cache returned.
         attention_mask: the `MaskRecipe` of this layer.
         padding_free: the call. None in a call that was not packed (a four-dimensional mask), which runs as ever.
 
     Returns:
-        ``[1, T, H, D]``, and the weights of each run, ``[count, H, n, m]``, where the implementation gives them.
+        ``[1, W, H, D]``, zeros for tokens of no row, and the weights of each run, ``[1, H, n, m]``, where the
+        implementation gives them.
     """
     config: Any = module.config
     implementation = base_implementation(config)
@@ -102,104 +112,79 @@ def row_attention(
             attention_mask = attention_mask.whole(implementation)
         return cast("tuple[Tensor, Any]", function(module, query, key, value, attention_mask, **kwargs))
     padding_free.attended = True
-    runs = padding_free.runs
-    if not runs:  # no row has a token: the one that is there belongs to none
-        return torch.zeros_like(query.transpose(1, 2)), []
-    if implementation in FLASH:
-        return _flash(module, query, key, value, runs, implementation, **kwargs), None
-    outputs: list[Tensor] = []
-    weights: list[Any] = []
-    steps: list[Run] = []  # to be decoded together
-    for run in runs:
-        mask = attention_mask.of(run, implementation) if isinstance(attention_mask, MaskRecipe) else attention_mask
-        if padding_free.invariant and implementation == "sdpa" and mask is None and run.decodes:
-            steps.append(run)
-            continue
-        q, k, v = _split(query, run), _states(key, run), _states(value, run)
-        output, weight = function(module, q, k, v, mask, **kwargs)  # [count, n, H, D]
-        outputs.append(output.flatten(0, 1))
-        weights.append(weight)
-    order = None
-    if steps and isinstance(key, RowStates) and isinstance(value, RowStates):
-        plan = padding_free.decode_plan(steps)
-        outputs += _decode(function, module, query, key, value, plan, **kwargs)
-        order = plan.order
-    joined = torch.cat(outputs)
-    if order is not None:
-        joined = joined.index_select(0, order)
-    return joined[None], weights if weights and weights[0] is not None else None
+    weights = None
+    if implementation in FLASH and padding_free.runs:
+        joined = _flash(module, query, key, value, padding_free.runs, implementation, **kwargs)[0]
+    else:
+        joined, weights = _each_row(function, module, query, key, value, attention_mask, padding_free, **kwargs)
+    if others := query.shape[2] - len(joined):
+        joined = F.pad(joined, (0, 0, 0, 0, 0, others))
+    return joined[None], weights
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Rows that decode one token each and have about as many keys, rounded up to `length`."""
-
-    rows: Tensor | slice  # of the batch
-    tokens: Tensor | slice  # of the packed sequence
-    length: int
-    mask: Tensor  # [rows, 1, 1, length] bool, a row's own keys
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """How the rows of a call that decode one token each share calls of attention."""
-
-    buckets: list[Bucket]
-    order: Tensor | None  # [T], where each packed token stands in the other rows' outputs and these; None if in order
-
-
-def decode_plan(runs: list[Run], steps: list[Run], device: torch.device) -> DecodePlan:
-    """Buckets for those ``steps`` among the ``runs`` of a call."""
-    members: dict[int, list[tuple[int, int, int]]] = {}
-    for run in steps:
-        rows = [(run.first + i, run.start + i, run.key_length) for i in range(run.count)]
-        members.setdefault(round_up(run.key_length), []).extend(rows)
-    buckets = []
-    tokens = [run.start + i for run in runs if run not in steps for i in range(run.count * run.query_length)]
-    for length, rows in sorted(members.items()):
-        first, token, keys = (list(column) for column in zip(*rows, strict=True))
-        mask = torch.arange(length) < torch.tensor(keys)[:, None]
-        buckets.append(Bucket(_index(first, device), _index(token, device), length, mask[:, None, None].to(device)))
-        tokens += token
-    if tokens == sorted(tokens):
-        return DecodePlan(buckets, None)
-    return DecodePlan(buckets, torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__)).to(device))
-
-
-def _index(numbers: list[int], device: torch.device) -> Tensor | slice:
-    if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        return slice(numbers[0], numbers[0] + len(numbers))
-    return torch.tensor(numbers).to(device)
-
-
-def _decode(
+def _each_row(
     function: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
-    key: RowStates,
-    value: RowStates,
-    plan: DecodePlan,
+    key: Tensor | RowStates,
+    value: Tensor | RowStates,
+    attention_mask: Any,
+    call: PackedCall,
     **kwargs: Any,
-) -> list[Tensor]:
-    """One token a row: rows whose numbers of keys round up to the same share a call, in which each has the shape that
-    it has alone. ``[1, H, T, D]`` to ``[rows, H, D]`` of each bucket."""
-    tokens = query[0].transpose(0, 1)[:, :, None]  # [T, H, 1, D]
-    outputs = []
-    for bucket in plan.buckets:
-        q = tokens[bucket.tokens]
-        k, v = key.up_to(bucket.rows, bucket.length), value.up_to(bucket.rows, bucket.length)
-        outputs.append(function(module, q, k, v, bucket.mask, **kwargs)[0][:, 0])  # [rows, H, D]
-    return outputs
+) -> tuple[Tensor, list[Tensor] | None]:
+    """``[T, H, D]``, each row attending to itself, and the weights of each where there are any."""
+    size = value.buffer.shape[-1] if isinstance(value, RowStates) else value.shape[-1]
+    outputs = [query.new_empty(0, query.shape[1], size)]
+    weights: list[Any] = []
+    for group in _groups(module, query, key, attention_mask, call, may_share(kwargs)):
+        q, k, v = query[:, :, group.tokens], _states(key, group), _states(value, group)
+        if group.ragged:
+            scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
+            output = shared_attention(q[0].transpose(0, 1), k, v, cast(Tensor, group.mask), scale, dropout)
+        else:
+            if len(group.runs) > 1:
+                q = q.transpose(0, 2)  # [R, H, 1, D]
+            output, weight = function(module, q, k, v, group.mask, **kwargs)  # [1, n, H, D] or [R, 1, H, D]
+            output = output.flatten(0, 1)
+            weights.append(weight)
+        outputs.append(output)
+    return torch.cat(outputs), weights if weights and weights[0] is not None else None
 
 
-def _split(packed: Tensor, run: Run) -> Tensor:
-    """``[1, H, T, D]`` to ``[count, H, query_length, D]``, a view."""
-    tokens = packed[0, :, run.start : run.start + run.count * run.query_length]
-    return tokens.view(-1, run.count, run.query_length, packed.shape[-1]).transpose(0, 1)
+def _groups(
+    module: nn.Module, query: Tensor, key: Tensor | RowStates, attention_mask: Any, call: PackedCall, share: bool
+) -> list[Group]:
+    """Which rows to call the attention with; found once for all layers that would find the same."""
+    implementation = base_implementation(module.config)
+    device, heads, size = query.device, query.shape[1], query.shape[-1]
+    key_heads = key.buffer.shape[1] if isinstance(key, RowStates) else key.shape[1]
+    same = (attention_mask, implementation, share, device, heads, key_heads, size)
+    if same in call.groups:
+        return call.groups[same]
+    groups, steps = [], []
+    for run in call.runs:
+        mask = attention_mask.of(run, implementation) if isinstance(attention_mask, MaskRecipe) else attention_mask
+        if share and implementation == "sdpa" and mask is None and run.decodes:
+            steps.append(run)
+        else:
+            groups.append(Group([run], run.key_length, mask))
+    if steps:
+        threads = torch.get_num_threads()
+        if not call.invariant:
+            groups += equal_rows(steps, equal_rows_agree(device, query.dtype, threads, heads, size))
+        elif ragged_rows_agree(device, query.dtype, threads, heads, key_heads, size):
+            groups += ragged_rows(steps, device)
+        else:
+            groups += equal_rows(steps, share=False)
+    call.groups[same] = sorted(groups, key=lambda group: group.runs[0].start)
+    return call.groups[same]
 
 
-def _states(states: Tensor | RowStates, run: Run) -> Tensor:
-    return states.of(run) if isinstance(states, RowStates) else _split(states, run)
+def _states(states: Tensor | RowStates, group: Group) -> Tensor:
+    """``[R, H_kv, length, D]``, a view."""
+    if isinstance(states, RowStates):
+        return states.buffer[group.rows, :, : group.length]
+    return states[:, :, group.tokens]
 
 
 def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
@@ -228,18 +213,20 @@ def _flash(
     """Flash attention takes the packed form itself, with cumulative lengths. Not yet run: it needs a GPU."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-    lengths = [(run.query_length, run.key_length) for run in runs for _ in range(run.count)]
+    lengths = [(run.query_length, run.key_length) for run in runs]
+    total = sum(n for n, _ in lengths)
     cumulative = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device)
     joined = [
-        torch.cat([_states(states, run).transpose(1, 2).flatten(0, 1) for run in runs])[None] for states in (key, value)
+        torch.cat([_states(states, Group([run], run.key_length, None)).transpose(1, 2) for run in runs], 1)
+        for states in (key, value)
     ]  # [1, keys of all rows, H_kv, D]
     return cast(
         Tensor,
         _flash_attention_forward(
-            query.transpose(1, 2),
+            query[:, :, :total].transpose(1, 2),
             *joined,
             None,
-            query_length=query.shape[2],
+            query_length=total,
             is_causal=True,
             dropout=dropout,
             softmax_scale=scaling,

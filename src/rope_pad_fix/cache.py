@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import UnsupportedCacheError
-from .rows import Rows, Run
+from .rows import Rows
 
 BUCKET = 32
 _REMEDY = 'use a DynamicCache, or rope_pad_fix.apply(model, level="positions"), which leaves caches alone'
@@ -26,16 +26,6 @@ class RowStates:
     """Keys or values of every row: ``[B, H, capacity, D]``, the tokens of row ``b`` in its first places."""
 
     buffer: Tensor
-
-    def of(self, run: Run) -> Tensor:
-        """``[count, H, key_length, D]``, a view."""
-        return self.buffer[run.first : run.first + run.count, :, : run.key_length]
-
-    def up_to(self, rows: Tensor | slice, length: int) -> Tensor:
-        """``[rows, H, length, D]``: these rows' states, and behind them what is left over in the buffer."""
-        if isinstance(rows, slice):
-            return self.buffer[rows, :, :length]
-        return self.buffer[:, :, :length].index_select(0, rows)
 
 
 class RowLayer(CacheLayerMixin):
@@ -66,18 +56,17 @@ class RowLayer(CacheLayerMixin):
         return layer
 
     def append(self, keys: Tensor, values: Tensor, rows: Rows) -> tuple[Tensor | RowStates, Tensor | RowStates]:
-        """Store the packed ``[1, H, T, D]`` of one call and return what its queries attend to: the same tensors while
+        """Store the packed ``[1, H, W, D]`` of one call and return what its queries attend to: the same tensors while
         there is no past, else the states of each row."""
         has_past = any(rows.past_lengths)
         longest = max((q + p for q, p in zip(rows.lengths, rows.past_lengths, strict=True)), default=0)
-        where: tuple[Tensor, Tensor] | None = None
-        new_keys, new_values = keys, values
-        if rows.total:
-            where = (rows.batch_index.to(keys.device), rows.columns.to(keys.device))
-            if len(rows.lengths) != rows.batch_size:  # several sequences in a row: the last one goes on
-                goes_on = rows.mask.flatten()[rows.index].nonzero().squeeze(1).to(keys.device)
-                where = (where[0][goes_on], where[1][goes_on])
-                new_keys, new_values = keys.index_select(2, goes_on), values.index_select(2, goes_on)
+        where = (rows.batch_index.to(keys.device), rows.columns.to(keys.device)) if rows.total else None
+        new_keys, new_values = keys[:, :, : rows.total], values[:, :, : rows.total]
+        if where is not None and len(rows.lengths) != rows.batch_size:
+            # Several sequences in a row: the last one goes on.
+            goes_on = rows.mask.flatten()[rows.index].nonzero().squeeze(1).to(keys.device)
+            where = (where[0][goes_on], where[1][goes_on])
+            new_keys, new_values = keys.index_select(2, goes_on), values.index_select(2, goes_on)
         self.key_buffer = _write(self.key_buffer, new_keys, where, rows.batch_size, longest)
         self.value_buffer = _write(self.value_buffer, new_values, where, rows.batch_size, longest)
         self.mask = rows.mask

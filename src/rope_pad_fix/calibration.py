@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import Tensor
 
-from .smollm2 import cache_directory
+from .storage import cache_directory
 
 Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 

@@ -1,4 +1,4 @@
-"""The patched forward of a base decoder, at both levels: `positions` and `padding_free`.
+"""The patched forward of a base decoder: `positions_decoder`, and `padding_free_decoder` for the two levels above it.
 
 A padding-free call is packed by the first patched module that it reaches (a head, or the decoder itself) and restored
 by the same one on the way out. What lies between learns of it by the keyword argument ``padding_free``, which
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from . import cache as caches
-from .attention import DecodePlan, decode_plan
+from .calibration import TILES
+from .decoding import Group
 from .linear import make_invariant
 from .rows import Rows, Run
 
@@ -35,20 +36,13 @@ class PackedCall:
     cache: Cache | None  # the caller's own
     before: Tensor | None  # [B, hidden], what each row showed last in earlier calls
     invariant: bool  # level "batch_invariant"
-    plans: dict[tuple[Run, ...], DecodePlan] = field(default_factory=dict)
+    groups: dict[Any, list[Group]] = field(default_factory=dict)  # of rows that share calls of attention
     decoded: bool = False  # a patched decoder has seen it
     attended: bool = False  # row-wise attention has seen it
 
-    def decode_plan(self, steps: list[Run]) -> DecodePlan:
-        """Made once for all layers that decode the same rows."""
-        key = tuple(steps)
-        if key not in self.plans:
-            self.plans[key] = decode_plan(self.runs, steps, self.rows.index.device)
-        return self.plans[key]
-
 
 def padding_free_decoder(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """``forward`` of a decoder at level ``"padding_free"``."""
+    """``forward`` of a decoder at the levels ``"padding_free"`` and ``"batch_invariant"``."""
     call: PackedCall | None = arguments.get("padding_free")
     if call is not None:  # packed further out, restored there
         return _decode(inner, arguments, call)
@@ -123,6 +117,8 @@ def pack(module: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Packed
         cache = DynamicCache()
         cache.layer_class_to_replicate = caches.RowLayer
     rows = _rows(tokens, mask, cache, arguments, decoder.config)
+    if invariant:
+        rows = replace(rows, tile=TILES[0])  # here once, instead of in every linear layer
     before = None
     if cache is not None:
         caches.take_over(cache, rows)

@@ -1,4 +1,4 @@
-"""The patched forwards of the heads that stand on a decoder.
+"""The patched forwards of the heads that stand on a decoder; the padding-free ones serve both levels without padding.
 
 A head packs the call before its decoder does, so that it, too, computes nothing at padding, and its loss sees real
 tokens only.
@@ -19,7 +19,7 @@ from .rows import Rows
 
 
 def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """``forward`` of a language model at level ``"padding_free"``.
+    """``forward`` of a language model whose padding is removed.
 
     ``labels`` at padding and at the first real token of each row are ignored: nothing real comes before them. So a
     batch padded on the left and one padded on the right are the same computation.
@@ -48,7 +48,7 @@ def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: di
 
 def positions_causal_lm(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """``forward`` of a language model at level ``"positions"``: the decoder under it derives the positions; here the
-    same labels are ignored as at ``"padding_free"``."""
+    same labels are ignored as without padding."""
     labels, mask = arguments.get("labels"), arguments.get("attention_mask")
     if labels is not None and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == labels.shape:
         real = mask.to(labels.device) != 0
@@ -57,7 +57,7 @@ def positions_causal_lm(module: Any, inner: Callable[..., Any], arguments: dict[
 
 
 def padding_free_classifier(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """``forward`` of transformers' ``GenericForSequenceClassification`` at level ``"padding_free"``.
+    """``forward`` of transformers' ``GenericForSequenceClassification`` whose padding is removed.
 
     The pooled token is the last real one by the mask, not the last one that differs from the pad token: text may end in
     a token that is also the pad token, and embeddings have no pad token.

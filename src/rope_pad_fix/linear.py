@@ -21,7 +21,7 @@ from transformers.activations import ACT2CLS
 from .calibration import PRODUCTS, Plan, plan_for
 
 _ACTIVATIONS = {cls[0] if isinstance(cls, tuple) else cls for cls in ACT2CLS.values()}
-_NARROW = 16
+_NARROW = 16  # outputs
 _VECTOR = 64  # elements: no less than torch's vectorised CPU loops take at a time, in any data type
 _GRAIN = 32768  # elements: torch gives each thread at least so many (at::internal::GRAIN_SIZE)
 
@@ -45,7 +45,7 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         bias = None if bias is None else F.pad(bias, (0, _NARROW - n))
         return invariant_linear(input, F.pad(weight, (0, 0, 0, _NARROW - n)), bias)[..., :n]
     plan = plan_for(device, dtype, _threads(device), n, k)
-    x = input.reshape(-1, k)
+    x = input.reshape(-1, k)  # always two dimensions: torch adds a bias in another way to products of three
     rows = x.shape[0]
     missing = -rows % plan.tile
     if missing:
@@ -157,9 +157,11 @@ def parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def make_invariant(module: nn.Module) -> None:
     """Give every plain linear layer below a module its class, and find the plans they need."""
-    for layer in [m for m in module.modules() if _plain(m)]:
+    plain = [m for m in module.modules() if _plain(m)]
+    for layer in plain:
         layer.__class__ = InvariantLinear
-    tiles(module)
+    if plain:
+        tiles(module)
 
 
 def tiles(module: nn.Module) -> dict[tuple[int, int], str]:

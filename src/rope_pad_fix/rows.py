@@ -9,25 +9,27 @@ results are laid back into ``[B, L]``. Everything here is pure torch and knows n
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring rows of equal shape: they share one attention call, in which each keeps the shape it has alone."""
+    """A row that has tokens in a call."""
 
-    first: int  # the first of them
-    count: int
-    query_length: int  # tokens of each row in this call
-    key_length: int  # tokens of each row in this call and before it
-    start: int  # where they begin in the packed sequence
+    row: int
+    query_length: int  # tokens in this call
+    key_length: int  # tokens in this call and before it
+    start: int  # where it begins in the packed sequence
 
     @property
     def decodes(self) -> bool:
-        """Whether each row adds one token to a past."""
+        """Whether it adds one token to a past."""
         return self.query_length == 1 < self.key_length
 
 
@@ -47,8 +49,10 @@ class Rows:
         back: ``[B, L]`` int64, the packed token that a slot shows: its own, at a pad the last one before it in its
             row ("hold the last"), -1 where there is none.
         drops: whether the mask leaves out tokens that the cache holds.
-        held: ``[B, L]`` like ``back``, except that a pad before the first token of this call shows entry ``T + b``:
+        held: ``[B, L]`` like ``back``, except that a pad before the first token of this call shows entry ``W + b``:
             what row ``b`` showed last in an earlier call. None if that is not known.
+        tile: the packed sequence is filled up to a multiple of it with tokens of no row, copies of slot 0, so that
+            its width is ``W`` and not ``T``. A batch without a single real token has a width of one tile.
     """
 
     batch_size: int
@@ -61,6 +65,7 @@ class Rows:
     back: Tensor
     drops: bool = False
     held: Tensor | None = None
+    tile: int = 1
 
     @classmethod
     def full(cls, batch_size: int, query_length: int, device: torch.device | str = "cpu") -> Rows:
@@ -176,10 +181,17 @@ class Rows:
         back = torch.where(present.cumsum(1) > 0, order, -1)
         return cls(batch_size, query_length, lengths, past_lengths, mask, index, columns, back, drops)
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """``T``, the real tokens of this call."""
         return sum(self.lengths)
+
+    @functools.cached_property
+    def width(self) -> int:
+        """``W``, the length of the packed sequence: ``T`` and what fills it up to whole tiles."""
+        if not self.batch_size * self.query_length:
+            return 0
+        return max(self.total + -self.total % self.tile, self.tile)
 
     @property
     def past_slots(self) -> int:
@@ -188,69 +200,54 @@ class Rows:
 
     @property
     def dense(self) -> bool:
-        """Whether no slot of this call is padding: packing and restoring are then only views."""
+        """Whether no slot of this call is padding: restoring is then only a view."""
         return self.total == self.batch_size * self.query_length
 
-    @property
+    @functools.cached_property
     def batch_index(self) -> Tensor:
         """``[T]`` int64, the row of the batch that each packed token stands in."""
         return torch.div(self.index, max(self.query_length, 1), rounding_mode="floor")
 
     def runs(self) -> list[Run]:
-        """Neighbouring rows of equal lengths, rows without a token in this call left out."""
-        runs: list[Run] = []
-        start = 0
-        for row, (query, past) in enumerate(zip(self.lengths, self.past_lengths, strict=True)):
-            if query:
-                last = runs[-1] if runs else None
-                if (
-                    last
-                    and last.first + last.count == row
-                    and (last.query_length, last.key_length) == (query, query + past)
-                ):
-                    runs[-1] = replace(last, count=last.count + 1)
-                else:
-                    runs.append(Run(row, 1, query, query + past, start))
-            start += query
-        return runs
+        """The rows that have a token in this call."""
+        starts = itertools.accumulate(self.lengths, initial=0)
+        rows = zip(itertools.count(), self.lengths, self.past_lengths, starts, strict=False)
+        return [Run(row, query, query + past, start) for row, query, past, start in rows if query]
 
     def strip(self, x: Tensor) -> Tensor:
-        """``[B, L, ...]`` to the packed ``[1, T, ...]``. A batch without any real token keeps its first slot, as a
-        token of no row, so that a decoder has something to run on."""
+        """``[B, L, ...]`` to the packed ``[1, W, ...]``; a view if nothing has to be left out or filled up."""
         flat = x.flatten(0, 1)
-        if self.dense:
+        if self.width == flat.shape[0] == self.total:
             return flat[None]
-        index = self.index if self.total else self.index.new_zeros(1)
-        return flat.index_select(0, index.to(x.device))[None]
+        return flat.index_select(0, self._slots.to(x.device))[None]
 
     def strip_positions(self, position_ids: Tensor) -> Tensor:
-        """``[..., B or 1, L]`` to ``[..., 1, T]``: a caller's own positions, of real tokens."""
+        """``[..., B or 1, L]`` to ``[..., 1, W]``: a caller's own positions."""
         shape = (*position_ids.shape[:-2], self.batch_size, self.query_length)
         flat = position_ids.expand(shape).flatten(-2)
-        return flat.index_select(-1, self._tokens(flat.device)).unsqueeze(-2)
+        return flat.index_select(-1, self._slots.to(flat.device)).unsqueeze(-2)
 
     def strip_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """``[B, L]`` to ``[1, T]``; the first token of each row is ignored, for nothing comes before it; so are
-        entries that follow the packed tokens."""
-        packed = self.strip(labels)
-        first = (self.columns == 0).to(labels.device)[None] if self.total else torch.ones_like(packed, dtype=torch.bool)
-        packed = packed.masked_fill(first, ignore_index)
+        """``[B, L]`` to ``[1, W]``; the first token of each row is ignored, for nothing comes before it; so are
+        tokens of no row and entries that follow the packed tokens."""
+        ignored = F.pad(self.columns == 0, (0, self.width - self.total), value=True).to(labels.device)
+        packed = self.strip(labels).masked_fill(ignored, ignore_index)
         if self.held is not None:
             packed = torch.cat([packed, packed.new_full((1, self.batch_size), ignore_index)], 1)
         return packed
 
     def positions(self) -> Tensor:
-        """``[1, T]`` int64: each token's place in its own row."""
-        return self.columns[None] if self.total else self.columns.new_zeros(1, 1)
+        """``[1, W]`` int64: each token's place in its own row."""
+        return F.pad(self.columns, (0, self.width - self.total))[None]
 
     def holding(self) -> Rows:
         """The same rows with `held` filled in: what each row showed last is going to follow the packed tokens."""
         rows = torch.arange(self.batch_size, device=self.back.device)[:, None]
         earlier = self.mask[:, : self.past_slots].any(1, keepdim=True)
-        return replace(self, held=torch.where((self.back < 0) & earlier, max(self.total, 1) + rows, self.back))
+        return replace(self, held=torch.where((self.back < 0) & earlier, self.width + rows, self.back))
 
     def last(self, x: Tensor, before: Tensor | None) -> Tensor:
-        """``[B, ...]``: what each row of the packed ``[1, T, ...]`` shows last; what it showed ``before`` if it has no
+        """``[B, ...]``: what each row of the packed ``[1, W, ...]`` shows last; what it showed ``before`` if it has no
         token in this call, zeros if there is no before."""
         back = self.back[:, -1].to(x.device)
         out = x[0].index_select(0, back.clamp(min=0))
@@ -259,13 +256,13 @@ class Rows:
         return torch.where((back < 0)[:, None], torch.zeros_like(out) if before is None else before, out)
 
     def restore(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """The packed ``[1, T, ...]`` back to ``[B, L, ...]``: pads hold the last real token before them, zeros where
+        """The packed ``[1, W, ...]`` back to ``[B, L, ...]``: pads hold the last real token before them, zeros where
         there is none. With ``slots``, ``x`` holds one entry for each of them instead (see `kept`) and the shape of
         ``slots`` leads the result."""
         if slots is None:
             if self.dense:
-                return x[0].view(self.batch_size, self.query_length, *x.shape[2:])
-            back = self.back if self.held is None or x.shape[1] == max(self.total, 1) else self.held
+                return x[0, : self.total].view(self.batch_size, self.query_length, *x.shape[2:])
+            back = self.back if self.held is None or x.shape[1] == self.width else self.held
             back = back.to(x.device)
             out = x[0].index_select(0, back.clamp(min=0).flatten()).view(*back.shape, *x.shape[2:])
         else:
@@ -283,24 +280,23 @@ class Rows:
         return self.back if self.held is None else self.held
 
     def restore_attentions(self, per_run: list[Tensor]) -> Tensor:
-        """Attention weights of each run, ``[count, H, n, m]``, to ``[B, H, L, P + L]`` with zeros at pads."""
+        """Attention weights of each run, ``[1, H, n, m]``, to ``[B, H, L, P + L]`` with zeros at pads."""
         sample = per_run[0] if per_run else torch.zeros(0, 1)
         heads = sample.shape[1]
         out = sample.new_zeros(self.batch_size, heads, self.query_length, self.mask.shape[1])
         index, mask = self.index.to(out.device), self.mask.to(out.device)
         for run, weights in zip(self.runs(), per_run, strict=True):
-            for i in range(run.count):
-                start = run.start + i * run.query_length
-                slots = index[start : start + run.query_length]
-                row, query = int(slots[0]) // self.query_length, slots % self.query_length
-                # A row's keys are the real slots of its past and present, or, of several sequences, its own queries.
-                real = mask[row].nonzero().squeeze(1)
-                keys = real if real.numel() == run.key_length else query + self.past_slots
-                out[row, :, query[:, None], keys] = weights[i]
+            slots = index[run.start : run.start + run.query_length]
+            row, query = int(slots[0]) // self.query_length, slots % self.query_length
+            # A row's keys are the real slots of its past and present, or, of several sequences, its own queries.
+            real = mask[row].nonzero().squeeze(1)
+            keys = real if real.numel() == run.key_length else query + self.past_slots
+            out[row, :, query[:, None], keys] = weights[0]
         return out
 
-    def _tokens(self, device: torch.device) -> Tensor:
-        return (self.index if self.total else self.index.new_zeros(1)).to(device)
+    @functools.cached_property
+    def _slots(self) -> Tensor:
+        return F.pad(self.index, (0, self.width - self.total))
 
 
 def position_ids(attention_mask: Tensor, query_length: int | None = None) -> Tensor:

