@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
@@ -13,6 +12,8 @@ from typing import TypeVar
 
 import torch
 import transformers
+
+from rope_pad_fix.environment import cpu
 
 Result = TypeVar("Result")
 _THREAD_SETTINGS = ("GOMP_SPINCOUNT", "OMP_NUM_THREADS")
@@ -48,16 +49,6 @@ def environment() -> str:
     settings = [f"{name}={os.environ[name]}" for name in _THREAD_SETTINGS if name in os.environ]
     command = " ".join([*settings, "python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return f"{date.today()}, {cpu()}, {torch.get_num_threads()} threads, {versions}: `{command}`"
-
-
-def cpu() -> str:
-    """The CPU's model name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

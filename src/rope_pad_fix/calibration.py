@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import Tensor
 
-from .storage import cache_directory
+from .storage import cache_directory, write_atomically
 
 Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -181,8 +180,6 @@ def _add(path: Path, key: str, plan: Plan) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             plans = _read(path) | {key: astuple(plan)}
-            with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-                (new := Path(directory) / path.name).write_text(json.dumps(plans, indent=1))
-                os.replace(new, path)
+            write_atomically(path, json.dumps(plans, indent=1))
     except OSError:
         pass

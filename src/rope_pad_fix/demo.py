@@ -144,7 +144,7 @@ def run(
 ) -> int:
     """Measure, print, and return the exit status: 0, 1 if `problems` found any, 2 if there is no model to run."""
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    with _quiet(), _threads(threads), console.status("") as status:
+    with quiet(), threads_set(threads), console.status("") as status:
 
         def progress(step: str) -> None:
             if console.is_terminal:
@@ -388,7 +388,8 @@ def _model_side(model: Any, level: str, patched: bool) -> Any:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def threads_set(count: int | None) -> Iterator[None]:
+    """With so many CPU threads, or torch's choice; afterwards as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -398,7 +399,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what transformers logs: a warning at right padding, and its loading bars."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

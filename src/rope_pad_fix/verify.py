@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ def verify(
     generator = torch.Generator().manual_seed(seed)
     rows_seen = differing = 0
     first: Difference | None = None
-    with _evaluating(model):
+    with evaluating(model):
         for case in range(cases):
             rows = random_rows(model, batch_size, max_length, generator)
             layout = LAYOUTS[case % len(LAYOUTS)]
@@ -115,9 +115,21 @@ def first_difference(model: nn.Module, rows: Sequence[Tensor], layout: str = "le
         The module, or None if all outputs are equal bit for bit.
     """
     ids, mask = padded(rows, layout)
-    with _evaluating(model):
-        batched = _module_outputs(model, ids, mask)
-        alone = [_module_outputs(model, *padded([row], "left")) for row in rows]
+    return parting(model, rows, mask, {"input_ids": ids, "attention_mask": mask})
+
+
+def parting(model: nn.Module, rows: Sequence[Tensor], mask: Tensor, inputs: Mapping[str, Tensor]) -> Difference | None:
+    """`first_difference` for a batch of any layout, called in any way.
+
+    Args:
+        model: a decoder model, patched or not.
+        rows: the token ids of each row, ``[n]`` int64.
+        mask: ``[B, L]``, 1 where the batch holds them.
+        inputs: what the model is called with for the batch.
+    """
+    with evaluating(model):
+        batched = _module_outputs(model, inputs)
+        alone = [_module_outputs(model, {"input_ids": row[None]}) for row in rows]
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     for name, out in batched.items():
         for i in range(len(rows)):
@@ -174,7 +186,7 @@ def _real(x: Tensor, mask: Tensor) -> list[Tensor]:
     return [row[real != 0] for row, real in zip(x, mask, strict=True)]
 
 
-def _module_outputs(model: nn.Module, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def _module_outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The output of every module in one forward, in the order in which they finish."""
     outputs: dict[str, Tensor] = {}
 
@@ -188,7 +200,7 @@ def _module_outputs(model: nn.Module, ids: Tensor, mask: Tensor) -> dict[str, Te
 
     handles = [module.register_forward_hook(recorder(name)) for name, module in model.named_modules() if name]
     try:
-        model(input_ids=ids, attention_mask=mask, use_cache=False)
+        model(**inputs, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -211,7 +223,8 @@ def _by_row(x: Tensor, mask: Tensor) -> list[Tensor | None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, without gradients; afterwards as before."""
     training = model.training
     model.eval()
     try:

@@ -1,0 +1,198 @@
+"""Rows to measure on: prompts, right answers and choices, from files, data sets or mappings."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from .results import InputError
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row.
+
+    Attributes:
+        prompt: its text, not empty.
+        references: the right answers; any of them will do. Empty if there are none.
+        choices: what may be answered, for classification by log-likelihood.
+    """
+
+    prompt: str
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+def load_examples(
+    source: str | Path | Iterable[Row],
+    *,
+    prompt: str = "prompt",
+    reference: str | None = "completion",
+    choices: str | None = None,
+    messages: str = "messages",
+    split: str = "test",
+    limit: int | None = None,
+    tokenizer: Any = None,
+) -> list[Example]:
+    """Read rows.
+
+    Args:
+        source: a JSONL, JSON (a list of objects), CSV or Parquet file; a directory that `datasets` saved; a Hub id; or
+            mappings.
+        prompt: the column with the prompts.
+        reference: the column with the right answers: text, a number, a list of texts, an object (kept as JSON), or as
+            in SQuAD an object with a list ``"text"``. None: there are none.
+        choices: the column with lists of choices, or None.
+        messages: the column with chats, lists of ``{"role": …, "content": …}``, which is used if there is no column of
+            prompts. If the assistant has the last word, that is the right answer; the rest is the prompt.
+        split: of a data set with several.
+        limit: the first so many rows.
+        tokenizer: whose chat template turns chats into prompts.
+
+    Raises:
+        InputError: there is no such file, column or split, no row, or something unusable in one.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit must be at least 1, got {limit}")
+    name = str(source) if isinstance(source, (str, Path)) else "data"
+    with _rows(source, split) as rows:
+        examples = []
+        for number, row in enumerate(rows):
+            if limit is not None and number == limit:
+                break
+            if not isinstance(row, Mapping):
+                raise InputError(f"{name}, row {number}: expected an object, got {type(row).__name__}")
+            where = f"{name}, row {number}"
+            if prompt not in row and messages in row:
+                text, references = _chat(row[messages], tokenizer, where)
+                references = () if reference is None else references
+            else:
+                text = _value(row, prompt, where)
+                references = () if reference is None else _references(_value(row, reference, where), where)
+            if not isinstance(text, str) or not text:
+                raise InputError(f"{where}: the prompt must be a text that is not empty, got {text!r}")
+            examples.append(Example(text, references, _choices(row, choices, where)))
+    if not examples:
+        raise InputError(f"{name}: no rows")
+    return examples
+
+
+@contextmanager
+def _rows(source: str | Path | Iterable[Row], split: str) -> Iterator[Iterable[Row]]:
+    if not isinstance(source, (str, Path)):
+        yield source
+        return
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if path.suffix == ".jsonl":
+        yield _json_lines(path)
+    elif path.suffix == ".json":
+        found = _parsed(_text(path), str(path))
+        if not isinstance(found, list):
+            raise InputError(f"{path}: expected a list of objects, got {type(found).__name__}")
+        yield found
+    else:
+        with tempfile.TemporaryDirectory() as cache:
+            yield _data_set(source, path, split, cache)
+
+
+def _data_set(source: str | Path, path: Path, split: str, cache: str) -> Any:
+    bars = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.utils.logging.disable_progress_bar()
+    try:
+        if path.suffix == ".csv":
+            return datasets.Dataset.from_csv(str(path), cache_dir=cache, keep_in_memory=True)
+        if path.suffix == ".parquet":
+            return datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+        if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+            found = datasets.load_from_disk(str(path))
+        else:
+            return datasets.load_dataset(str(source), split=split)
+        if isinstance(found, datasets.DatasetDict):
+            if split not in found:
+                raise InputError(f"{path}: no split {split!r}, there are {', '.join(found)}")
+            return found[split]
+        return found
+    except InputError:
+        raise
+    except Exception as error:  # whatever datasets and the libraries below it raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"{source}: cannot be read as a data set: {reason}") from error
+    finally:
+        if bars:
+            datasets.utils.logging.enable_progress_bar()
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(_text(path).split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
+        if line.strip():
+            yield _parsed(line, f"{path}, line {number}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+
+
+def _value(row: Row, column: str, where: str) -> Any:
+    if column not in row:
+        raise InputError(f"{where}: no column {column!r}, there are {', '.join(map(str, row))}")
+    return row[column]
+
+
+def _references(value: Any, where: str) -> tuple[str, ...]:
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):  # SQuAD
+        value = value["text"]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    texts = []
+    for one in values:
+        if isinstance(one, Mapping):
+            texts.append(json.dumps(one, ensure_ascii=False))
+        elif isinstance(one, (str, int, float)):
+            texts.append(str(one))
+        else:
+            raise InputError(f"{where}: a right answer must be text, a number or an object, got {one!r}")
+    return tuple(texts) or ("",)  # an empty list says that there is no answer
+
+
+def _choices(row: Row, column: str | None, where: str) -> tuple[str, ...]:
+    if column is None:
+        return ()
+    value = _value(row, column, where)
+    texts = list(value) if isinstance(value, (list, tuple)) else []
+    if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts):
+        raise InputError(f"{where}: choices must be a list of two texts or more, got {value!r}")
+    return tuple(texts)
+
+
+def _chat(value: Any, tokenizer: Any, where: str) -> tuple[str, tuple[str, ...]]:
+    turns = list(value) if isinstance(value, (list, tuple)) else []
+    if not turns or not all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in turns):
+        raise InputError(f'{where}: a chat must be a list of objects with "role" and "content"')
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(f"{where}: it is a chat, and the tokenizer has no chat template: give prompts instead")
+    answers: tuple[str, ...] = ()
+    if turns[-1]["role"] == "assistant":
+        answers, turns = (str(turns[-1]["content"]),), turns[:-1]
+    if not turns:
+        raise InputError(f"{where}: a chat needs a turn before the answer")
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), answers

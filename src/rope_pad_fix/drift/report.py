@@ -1,0 +1,207 @@
+"""A report as files, as a table on the terminal, and beside another one."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
+from rich.table import Table
+
+from ..demo import parting
+from ..storage import write_atomically
+from .plots import plots
+from .results import Cell, InputError, Report
+
+CAPTIONS = {
+    "scores.png": "Score of each cell, one row at a time and in batches",
+    "logits.png": "The largest difference of a logit of each row against the number of its pads",
+    "first_token.png": "Where generated answers part from those of the lone rows",
+}
+LEGEND = (
+    "Each cell compares batches with the same rows one at a time, by the same model, data type and level. Drift: score "
+    "in batches less score one at a time, with its 95 % paired bootstrap interval. |Δ logit|: absolute difference of "
+    "a logit at a real token. |Δ log-prob|: absolute difference of the log-probability of the next token; both over "
+    "the prompt, and along the reference answer (or without one the lone answer) laid behind it."
+)
+
+
+def write(report: Report, directory: Path) -> None:
+    """Write ``report.json``, ``report.md``, ``report.html`` and the pictures, each whole or not at all. The HTML holds
+    its pictures and needs no network; all text of models and data in it is escaped."""
+    pictures = plots(report)
+    for name, content in pictures.items():
+        write_atomically(directory / name, content)
+    environment = Environment(
+        loader=PackageLoader("rope_pad_fix.drift"),
+        autoescape=lambda name: name is not None and ".html" in name,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    texts = {
+        "report": report,
+        "summary": summary(report),
+        "facts": facts(report),
+        "header": header(report),
+        "rows": [(cell, line(report, cell)) for cell in report.cells],
+        "captions": CAPTIONS,
+        "legend": LEGEND,
+        "parting": parting,
+        "pictures": {name: base64.b64encode(content).decode() for name, content in pictures.items()},
+    }
+    for name in ("report.html", "report.md"):
+        write_atomically(directory / name, environment.get_template(f"{name}.j2").render(texts))
+    write_atomically(directory / "report.json", report.to_json())
+
+
+def read(path: Path) -> Report:
+    """The report in a ``report.json``, or in the directory that holds one.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = path / "report.json" if path.is_dir() else path
+    try:
+        return Report.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def exceeding(report: Report, limit: float) -> list[Cell]:
+    """Cells whose absolute drift is more than a limit. Without references there is no drift, and there are none."""
+    return [cell for cell in report.cells if cell.drift is not None and not abs(cell.drift) <= limit]
+
+
+def summary(report: Report) -> str:
+    """The report in one sentence or two."""
+    cells = report.cells
+    changed = [cell for cell in cells if cell.rows_changed]
+    text = f"Answers change in {len(changed)} of {len(cells)} cells."
+    scored = [cell for cell in cells if cell.drift is not None]
+    if scored:
+        worst = max(scored, key=lambda cell: abs(cell.drift or 0.0))
+        if worst.drift:
+            text += f" The largest drift of {report.metrics[0]} is {worst.drift:+.4f}: {worst.setting}."
+        else:
+            text += f" No cell drifts in {report.metrics[0]}."
+    return text
+
+
+def facts(report: Report) -> str:
+    """What was run, and where."""
+    where = report.environment
+    answers = f"{report.max_new_tokens} new tokens at most, greedy" if report.max_new_tokens else "by log-likelihood"
+    versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "rope-pad-fix") if name in where)
+    machine = f"{where.get('date', '')}, {where.get('machine', '')}, {where.get('threads', '?')} threads"
+    return (
+        f"{report.cells[0].n} rows of {report.data}, task {report.task}, {answers}; order of rows: {report.order}; "
+        f"seed {report.seed}. {machine}, {versions}."
+    )
+
+
+def header(report: Report) -> list[str]:
+    """Names of the columns of `line`."""
+    metric = [report.metrics[0], "drift"] if report.metrics else []
+    settings = ["dtype", "attention", "level", "path", "padding", "batch"]
+    return [
+        *settings,
+        *metric,
+        "rows changed",
+        "first token",
+        "|Δ logit|",
+        "|Δ log-prob|",
+        "pads",
+        "tokens/s",
+        "memory",
+    ]
+
+
+def line(report: Report, cell: Cell) -> list[str]:
+    """One cell as text, for a table."""
+    setting = cell.setting
+    texts = [
+        setting.dtype,
+        setting.attention,
+        setting.level,
+        setting.path,
+        setting.padding,
+        str(setting.batch_size),
+    ]
+    if report.metrics:
+        metric = report.metrics[0]
+        low, high = cell.drift_interval or (0.0, 0.0)
+        interval = f" [{low:+.3f}, {high:+.3f}]" if (low, high) != (0.0, 0.0) else ""
+        texts += [f"{cell.single[metric]:.3f} → {cell.batched[metric]:.3f}", f"{_signed(cell.drift)}{interval}"]
+    both = [part for part in (cell.prompt, cell.continuation) if part is not None]
+    first = "" if cell.median_first_token is None else f"{cell.median_first_token:g}"
+    return [
+        *texts,
+        f"{cell.rows_changed} of {cell.n}",
+        first,
+        f"{_small(max(part.largest_logit for part in both))} (mean {_small(cell.prompt.mean_logit)})",
+        " / ".join(_small(part.mean_log_prob) for part in both),
+        f"{cell.padding_fraction:.0%}",
+        f"{cell.single_tokens_per_second:.0f} → {cell.tokens_per_second:.0f}",
+        f"{cell.peak_memory / 2**30:.2f} GiB",
+    ]
+
+
+def table(report: Report) -> Table:
+    """The cells, for the terminal; what all have in common stands below."""
+    names, lines = header(report), [line(report, cell) for cell in report.cells]
+    constant = [i for i in range(6) if i not in (2, 4) and len({row[i] for row in lines}) == 1]
+    dropped = {*constant, names.index("|Δ log-prob|"), names.index("memory")}
+    common = ", ".join(f"{names[i]} {lines[0][i]}" for i in constant)
+    shown = Table(title=f"Drift of {report.model}: {summary(report)}", caption=f"{common}\n{facts(report)}")
+    for i, name in enumerate(names):
+        if i not in dropped:
+            shown.add_column(name, justify="left" if i < 6 else "right")
+    for cell, row in zip(report.cells, lines, strict=True):
+        shown.add_row(
+            *(text for i, text in enumerate(row) if i not in dropped), style="" if cell.rows_changed else "green"
+        )
+    return shown
+
+
+def comparison(old: Report, new: Report) -> Table:
+    """The cells that two reports share, side by side, and those that only one has.
+
+    Raises:
+        InputError: they measure different things.
+    """
+    for name in ("task", "metrics"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            raise InputError(f"the reports differ in {name}, {before!r} and {after!r}: they cannot be compared")
+    mine = {cell.setting: cell for cell in old.cells}
+    theirs = {cell.setting: cell for cell in new.cells}
+    shown = Table(title=f"{old.model} → {new.model}")
+    for name in ("cell", "drift", "rows changed", "largest |Δ logit|", "tokens/s"):
+        shown.add_column(name, justify="left" if name == "cell" else "right")
+    for setting in dict.fromkeys((*mine, *theirs)):
+        before_cell, after_cell = mine.get(setting), theirs.get(setting)
+        if before_cell is None or after_cell is None:
+            shown.add_row(str(setting), "only new" if before_cell is None else "only old", style="dim")
+            continue
+        pair = (before_cell, after_cell)
+        ratio = after_cell.tokens_per_second / before_cell.tokens_per_second
+        shown.add_row(
+            str(setting),
+            " → ".join(_signed(cell.drift) for cell in pair),
+            " → ".join(f"{cell.rows_changed} of {cell.n}" for cell in pair),
+            " → ".join(_small(max(cell.largest_logit)) for cell in pair),
+            f"{ratio:.2f}x",
+        )
+    return shown
+
+
+def _signed(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.4f}" if value else "0"
+
+
+def _small(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
