@@ -212,6 +212,39 @@ def test_texts(loaded):
                 assert same(one, mine), side
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_random_batches_of_many_sizes(dtype, attention):
+    """Left, right and with holes; the sizes take turns with 1 and 2 threads."""
+    model, _ = smollm2.load(getattr(torch, dtype))
+    model.set_attn_implementation(attention)
+    rope_pad_fix.apply(model)
+    for i, size in enumerate((2, 3, 16, 17, 31, 33)):
+        torch.set_num_threads(1 + i % 2)
+        found = rope_pad_fix.verify(model, cases=3, batch_size=size, max_length=40, new_tokens=2, seed=size)
+        assert found, (size, found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_beam_search(dtype):
+    model, tokenizer = smollm2.load(getattr(torch, dtype))
+    rope_pad_fix.apply(model)
+    rows = [torch.tensor(tokenizer(prompt).input_ids) for prompt in PROMPTS[:5]]
+    options = {"do_sample": False, "num_beams": 3, "min_new_tokens": 16, "max_new_tokens": 16, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+
+    def beams(chosen, side="left"):
+        ids, mask = batch(chosen, side)
+        out = model.generate(ids, attention_mask=mask, **options)
+        return list(zip(out.sequences[:, ids.shape[1] :], out.sequences_scores, strict=True))
+
+    alone = [beams([row])[0] for row in rows]
+    for side in ("left", "right"):
+        for one, mine in zip(alone, beams(rows, side), strict=True):
+            assert same(one, mine), side
+
+
 @torch.no_grad()
 def test_a_prompt_in_pieces_differs_by_rounding(loaded):
     """Not bit for bit: a query of another length takes another path through the kernels of attention."""

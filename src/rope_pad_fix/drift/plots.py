@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+from dataclasses import astuple
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +26,7 @@ def plots(report: Report) -> dict[str, bytes]:
 
 def labels(report: Report) -> list[str]:
     """Names of the cells, without what they have in common."""
-    parts = [
-        [c.setting.dtype, c.setting.attention, c.setting.level, c.setting.path, c.setting.padding,
-         f"batch {c.setting.batch_size}"]
-        for c in report.cells
-    ]  # fmt: skip
+    parts = [[*map(str, astuple(cell.setting)[:-1]), f"batch {cell.setting.batch_size}"] for cell in report.cells]
     varying = [i for i in range(6) if len({row[i] for row in parts}) > 1] or [2, 4]
     return [", ".join(row[i] for i in varying) for row in parts]
 
@@ -74,7 +72,7 @@ def _logits(report: Report) -> bytes:
             x = [pads for cell in cells for pads in cell.padding]
             y = [difference for cell in cells for difference in cell.largest_logit]
             axes.scatter(x, y, s=14, alpha=0.6, color=colour, marker=marker, label=name, linewidths=0)
-        axes.set_yscale("symlog", linthresh=floor)
+        axes.set_yscale("symlog", linthresh=floor, linscale=0.5)
         axes.set_ylim(-floor / 4, max(everything, default=1e-6) * 4)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
@@ -102,17 +100,20 @@ def _first_token(report: Report) -> bytes:
             axes.set_yticks([])
             return
         last = max(max(tokens) for _, _, tokens in series)
-        bins = range(0, last + 2, max(1, (last + 1) // 32))
+        width = max(1, (last + 1) // 32)
+        bins = [edge - 0.5 for edge in itertools.takewhile(lambda e: e <= last + width, itertools.count(0, width))]
         axes.hist(
             [tokens for *_, tokens in series],
-            bins=[*bins, bins[-1] + bins.step],
+            bins=bins,
             stacked=True,
             color=[colour for _, colour, _ in series],
             label=[name for name, *_ in series],
             edgecolor="white",
             linewidth=0.5,
         )
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlim(-1, max(10, last + 1))
         axes.grid(axis="y", alpha=0.3)
         _legend(axes)
 

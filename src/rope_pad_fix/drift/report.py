@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import astuple
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -21,8 +22,8 @@ CAPTIONS = {
 LEGEND = (
     "Each cell compares batches with the same rows one at a time, by the same model, data type and level. Drift: score "
     "in batches less score one at a time, with its 95 % paired bootstrap interval. |Δ logit|: absolute difference of "
-    "a logit at a real token. |Δ log-prob|: absolute difference of the log-probability of the next token; both over "
-    "the prompt, and along the reference answer (or without one the lone answer) laid behind it."
+    "a logit at a real token. |Δ log-prob|: absolute difference of the log-probability of the next token. Means are over "
+    "the prompt / along the reference answer (or without one the lone answer) laid behind it."
 )
 
 
@@ -105,30 +106,13 @@ def header(report: Report) -> list[str]:
     """Names of the columns of `line`."""
     metric = [report.metrics[0], "drift"] if report.metrics else []
     settings = ["dtype", "attention", "level", "path", "padding", "batch"]
-    return [
-        *settings,
-        *metric,
-        "rows changed",
-        "first token",
-        "|Δ logit|",
-        "|Δ log-prob|",
-        "pads",
-        "tokens/s",
-        "memory",
-    ]
+    differences = ["largest |Δ logit|", "mean", "|Δ log-prob|"]
+    return [*settings, *metric, "rows changed", "first token", *differences, "pads", "tokens/s", "memory"]
 
 
 def line(report: Report, cell: Cell) -> list[str]:
     """One cell as text, for a table."""
-    setting = cell.setting
-    texts = [
-        setting.dtype,
-        setting.attention,
-        setting.level,
-        setting.path,
-        setting.padding,
-        str(setting.batch_size),
-    ]
+    texts = [*map(str, astuple(cell.setting))]
     if report.metrics:
         metric = report.metrics[0]
         low, high = cell.drift_interval or (0.0, 0.0)
@@ -140,7 +124,8 @@ def line(report: Report, cell: Cell) -> list[str]:
         *texts,
         f"{cell.rows_changed} of {cell.n}",
         first,
-        f"{_small(max(part.largest_logit for part in both))} (mean {_small(cell.prompt.mean_logit)})",
+        _small(max(part.largest_logit for part in both)),
+        " / ".join(_small(part.mean_logit) for part in both),
         " / ".join(_small(part.mean_log_prob) for part in both),
         f"{cell.padding_fraction:.0%}",
         f"{cell.single_tokens_per_second:.0f} → {cell.tokens_per_second:.0f}",
@@ -152,7 +137,7 @@ def table(report: Report) -> Table:
     """The cells, for the terminal; what all have in common stands below."""
     names, lines = header(report), [line(report, cell) for cell in report.cells]
     constant = [i for i in range(6) if i not in (2, 4) and len({row[i] for row in lines}) == 1]
-    dropped = {*constant, names.index("|Δ log-prob|"), names.index("memory")}
+    dropped = {*constant, *map(names.index, ("mean", "|Δ log-prob|", "memory"))}
     common = ", ".join(f"{names[i]} {lines[0][i]}" for i in constant)
     shown = Table(title=f"Drift of {report.model}: {summary(report)}", caption=f"{common}\n{facts(report)}")
     for i, name in enumerate(names):
