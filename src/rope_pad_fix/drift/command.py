@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -16,6 +15,7 @@ from ..demo import quiet, threads_set
 from .data import load_examples
 from .diagnose import diagnose, show
 from .measure import measure
+from .processes import state
 from .report import comparison, exceeding, read, table, write
 from .results import InputError
 from .source import Source
@@ -39,7 +39,9 @@ def run(output: Path | None, fail_over: float | None, threads: int | None, setti
     def work() -> int:
         with quiet(), threads_set(threads), _progress() as progress:
             report = measure(output=output, progress=progress, **settings)
-        if not PartialState().is_main_process:
+        main = state().is_main_process
+        state().destroy_process_group()
+        if not main:
             return 0
         console = console_for_output()
         if output is not None:
@@ -119,7 +121,7 @@ def console_for_output() -> Console:
 def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
     """A bar on a terminal, a line for each step elsewhere, on standard error; nothing but in the first process."""
     console = Console(stderr=True, highlight=False)
-    if not PartialState().is_main_process:
+    if not state().is_main_process:
         yield None
     elif console.is_terminal:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

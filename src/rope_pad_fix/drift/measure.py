@@ -18,17 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import nn
 
 from ..environment import environment
 from ..errors import UnsupportedModelError
 from ..patching import LEVELS, apply, remove, status
+from . import processes
 from .batching import ORDERS, PADDINGS, batches
 from .data import Example, load_examples
 from .metrics import Task, drift_interval
 from .metrics import task as task_named
+from .processes import gathered
 from .results import EXAMPLES, STOCK, Cell, ChangedRow, Difference, InputError, Report, Setting
 from .running import Answer, Compared, Item, Runner, Sums, watched
 from .source import DTYPES, Source
@@ -146,7 +146,7 @@ def measure(
         order=order if pad_to is None else f"{order}, padded to {pad_to}",
         max_new_tokens=0 if scoring.by_likelihood else max_new_tokens,
         seed=seed,
-        environment=environment() | {"processes": str(PartialState().num_processes)},
+        environment=environment() | {"processes": str(processes.state().num_processes)},
         cells=cells,
     )
 
@@ -262,7 +262,7 @@ class _Measurement:
         return [finished[setting] for setting in wanted]
 
     def _alone(self, runner: Runner) -> Lone:
-        state = PartialState()
+        state = processes.state()
         mine = range(state.process_index, len(self.examples), state.num_processes)
         found: list[tuple[int, list[int], str]] = []
         tokens, seconds = 0, 0.0
@@ -279,19 +279,19 @@ class _Measurement:
                 (answer,), took = runner.answers([self.prompts[row]], "left")
                 tokens, seconds = tokens + _generated(answer), seconds + took
                 found.append((row, answer.tokens, self._text(answer.tokens)))
-        everyone = sorted(_gathered(found))
-        speed = sum(_gathered([tokens])) / max(_gathered([seconds]))
+        everyone = sorted(gathered(found))
+        speed = sum(gathered([tokens])) / max(gathered([seconds]))
         return Lone([text for _, _, text in everyone], [answer for _, answer, _ in everyone], speed)
 
     def _cell(self, runner: Runner, setting: Setting, lone: Lone) -> Cell:
         items = [item for row in range(len(self.examples)) for item in self._items(row, lone)]
-        state = PartialState()
+        state = processes.state()
         plan = batches([len(item.prompt) for item in items], setting.batch_size, self.order, self.seed)
         with watched(runner.model.device) as memory:
             outcomes, tokens, seconds = self._run(
                 runner, setting.padding, items, plan[state.process_index :: state.num_processes]
             )
-        shares = _gathered([_Share(outcomes, tokens, seconds, memory.peak)])
+        shares = gathered([_Share(outcomes, tokens, seconds, memory.peak)])
         by_item = sorted((o for share in shares for o in share.outcomes), key=lambda outcome: outcome.item)
         speed = sum(share.tokens for share in shares) / max(share.seconds for share in shares)
         return self._summary(setting, lone, items, by_item, speed, max(share.memory for share in shares))
@@ -432,8 +432,3 @@ def _difference(sums: list[Sums]) -> Difference | None:
         math.fsum(one.logits for one in sums) / logits,
         math.fsum(one.log_probs for one in sums) / max(log_probs, 1),
     )
-
-
-def _gathered(mine: list[Result]) -> list[Result]:
-    """The lists of all processes, joined."""
-    return mine if PartialState().num_processes == 1 else gather_object(mine)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from dataclasses import astuple
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import re
+from collections.abc import Iterable
 from dataclasses import astuple
 from pathlib import Path
+from typing import Literal
 
 from jinja2 import Environment, PackageLoader
 from rich.table import Table
+from rich.text import Text
 
 from ..demo import parting
 from ..storage import write_atomically
@@ -22,7 +26,7 @@ CAPTIONS = {
 LEGEND = (
     "Each cell compares batches with the same rows one at a time, by the same model, data type and level. Drift: score "
     "in batches less score one at a time, with its 95 % paired bootstrap interval. |Δ logit|: absolute difference of "
-    "a logit at a real token. |Δ log-prob|: absolute difference of the log-probability of the next token. Means are over "
+    "a logit at a real token. |Δ log-prob|: absolute difference of the log-probability of the next token. Means are of "
     "the prompt / along the reference answer (or without one the lone answer) laid behind it."
 )
 
@@ -30,6 +34,8 @@ LEGEND = (
 def write(report: Report, directory: Path) -> None:
     """Write ``report.json``, ``report.md``, ``report.html`` and the pictures, each whole or not at all. The HTML holds
     its pictures and needs no network; all text of models and data in it is escaped."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / "report.json", _encoded(report.to_json()))  # first: the rest follows from it
     pictures = plots(report)
     for name, content in pictures.items():
         write_atomically(directory / name, content)
@@ -39,6 +45,7 @@ def write(report: Report, directory: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["markdown"] = _markdown
     texts = {
         "report": report,
         "summary": summary(report),
@@ -51,8 +58,7 @@ def write(report: Report, directory: Path) -> None:
         "pictures": {name: base64.b64encode(content).decode() for name, content in pictures.items()},
     }
     for name in ("report.html", "report.md"):
-        write_atomically(directory / name, environment.get_template(f"{name}.j2").render(texts))
-    write_atomically(directory / "report.json", report.to_json())
+        write_atomically(directory / name, _encoded(environment.get_template(f"{name}.j2").render(texts)))
 
 
 def read(path: Path) -> Report:
@@ -61,13 +67,17 @@ def read(path: Path) -> Report:
     Raises:
         InputError: it cannot be read.
     """
-    path = path / "report.json" if path.is_dir() else path
     try:
+        path = path / "report.json" if path.is_dir() else path
         return Report.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: cannot be read: it is not UTF-8") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    except (AttributeError, IndexError, RecursionError) as error:
+        raise InputError(f"{path}: a damaged drift report: {error}") from error
 
 
 def exceeding(report: Report, limit: float) -> list[Cell]:
@@ -124,7 +134,7 @@ def line(report: Report, cell: Cell) -> list[str]:
         *texts,
         f"{cell.rows_changed} of {cell.n}",
         first,
-        _small(max(part.largest_logit for part in both)),
+        _small(_largest(part.largest_logit for part in both)),
         " / ".join(_small(part.mean_logit) for part in both),
         " / ".join(_small(part.mean_log_prob) for part in both),
         f"{cell.padding_fraction:.0%}",
@@ -137,16 +147,20 @@ def table(report: Report) -> Table:
     """The cells, for the terminal; what all have in common stands below."""
     names, lines = header(report), [line(report, cell) for cell in report.cells]
     constant = [i for i in range(6) if i not in (2, 4) and len({row[i] for row in lines}) == 1]
-    dropped = {*constant, *map(names.index, ("mean", "|Δ log-prob|", "memory"))}
+    dropped = {*constant, *map(names.index, ("first token", "mean", "|Δ log-prob|", "memory"))}
     common = ", ".join(f"{names[i]} {lines[0][i]}" for i in constant)
-    shown = Table(title=f"Drift of {report.model}: {summary(report)}", caption=f"{common}\n{facts(report)}")
+    shown = Table(
+        title=Text(f"Drift of {report.model}\n{summary(report)}", style="table.title"),
+        caption=Text("\n".join(filter(None, (common, facts(report)))), style="table.caption"),
+    )
     for i, name in enumerate(names):
         if i not in dropped:
-            shown.add_column(name, justify="left" if i < 6 else "right")
+            heading = Text(name.replace(" ", "\n", 1))
+            justify: Literal["left", "right"] = "left" if i < 6 else "right"
+            shown.add_column(heading, justify=justify, overflow="fold", no_wrap=name == "level")
     for cell, row in zip(report.cells, lines, strict=True):
-        shown.add_row(
-            *(text for i, text in enumerate(row) if i not in dropped), style="" if cell.rows_changed else "green"
-        )
+        texts = [Text(text) for i, text in enumerate(row) if i not in dropped]
+        shown.add_row(*texts, style="" if cell.rows_changed else "green")
     return shown
 
 
@@ -162,22 +176,23 @@ def comparison(old: Report, new: Report) -> Table:
             raise InputError(f"the reports differ in {name}, {before!r} and {after!r}: they cannot be compared")
     mine = {cell.setting: cell for cell in old.cells}
     theirs = {cell.setting: cell for cell in new.cells}
-    shown = Table(title=f"{old.model} → {new.model}")
-    for name in ("cell", "drift", "rows changed", "largest |Δ logit|", "tokens/s"):
+    title = Text(f"{old.model} → {new.model}", style="table.title")
+    shown = Table(title=title, caption="speed-up: tokens/s, new over old")
+    for name in ("cell", "drift", "rows changed", "largest |Δ logit|", "speed-up"):
         shown.add_column(name, justify="left" if name == "cell" else "right")
     for setting in dict.fromkeys((*mine, *theirs)):
         before_cell, after_cell = mine.get(setting), theirs.get(setting)
         if before_cell is None or after_cell is None:
-            shown.add_row(str(setting), "only new" if before_cell is None else "only old", style="dim")
+            shown.add_row(Text(str(setting)), "only new" if before_cell is None else "only old", style="dim")
             continue
         pair = (before_cell, after_cell)
-        ratio = after_cell.tokens_per_second / before_cell.tokens_per_second
+        earlier, later = before_cell.tokens_per_second, after_cell.tokens_per_second
         shown.add_row(
-            str(setting),
+            Text(str(setting)),
             " → ".join(_signed(cell.drift) for cell in pair),
             " → ".join(f"{cell.rows_changed} of {cell.n}" for cell in pair),
-            " → ".join(_small(max(cell.largest_logit)) for cell in pair),
-            f"{ratio:.2f}x",
+            " → ".join(_small(_largest(cell.largest_logit)) for cell in pair),
+            f"{later / earlier:.2f}x" if earlier else "-",
         )
     return shown
 
@@ -190,3 +205,18 @@ def _signed(value: float | None) -> str:
 
 def _small(value: float) -> str:
     return f"{value:.1e}" if value else "0"
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value, 0 of none; NaN if there is one."""
+    return max(values, key=lambda value: (value != value, value), default=0.0)
+
+
+def _markdown(text: str) -> str:
+    """Text that is safe in a cell of a Markdown table, on one line."""
+    return re.sub(r"([\\`*|<])", r"\\\1", " ".join(text.split()))
+
+
+def _encoded(text: str) -> bytes:
+    """As UTF-8; lone surrogates, which data can hold, as the escapes that JSON has for them."""
+    return text.encode(errors="backslashreplace")

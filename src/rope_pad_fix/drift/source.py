@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import smollm2
+from .processes import device
 from .results import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,7 +65,7 @@ class Source:
             return copy.deepcopy(self.given).to(wanted)
         if self._last is None or wanted not in (None, self._last.dtype):
             self._last = None  # so that there are never two
-            self._last = self._loaded(lambda: self._load_model(wanted or "auto")).to(_device()).eval()
+            self._last = self._loaded(lambda: self._load_model(wanted or "auto")).to(device()).eval()
         return self._last
 
     def _load_model(self, dtype: Any) -> Any:
@@ -99,10 +99,3 @@ def _digest(model: nn.Module) -> str:
         some = parameter.detach().flatten()[:8].float().tolist()
         digest.update(f"{name} {tuple(parameter.shape)} {some}".encode())
     return digest.hexdigest()[:16]
-
-
-def _device() -> torch.device:
-    state = PartialState()
-    if state.num_processes > 1:
-        return torch.device(state.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

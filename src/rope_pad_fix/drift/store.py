@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-
 from ..storage import write_atomically
+from .processes import state
 from .results import Cell, InputError, Setting, cell_from
 
 _SETTINGS = "settings.json"
@@ -47,13 +46,13 @@ class Store:
                 self._compare(json.loads(there.read_text(encoding="utf-8")), settings)
             elif any(directory.iterdir()):
                 raise InputError(f"{directory} holds other files, and no drift measurement: choose an empty directory")
-            elif PartialState().is_main_process:
+            elif state().is_main_process:
                 write_atomically(there, json.dumps(settings, indent=1, ensure_ascii=False))
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{directory} cannot be used for the output: {error}") from error
-        PartialState().wait_for_everyone()
+        state().wait_for_everyone()
 
     def _compare(self, before: Any, now: dict[str, Any]) -> None:
         if not isinstance(before, dict):
@@ -97,7 +96,7 @@ class Store:
         return found
 
     def _write(self, kind: str, name: str, value: dict[str, Any]) -> None:
-        if self.directory is not None and PartialState().is_main_process:
+        if self.directory is not None and state().is_main_process:
             self._path(kind, name).parent.mkdir(exist_ok=True)
             write_atomically(self._path(kind, name), json.dumps(value, indent=1, ensure_ascii=False))
-        PartialState().wait_for_everyone()
+        state().wait_for_everyone()
