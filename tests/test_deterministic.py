@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rope_pad_fix.deterministic import deterministic
+from rope_pad_fix import deterministic
 
 from .conftest import batch, ragged, tiny
 
@@ -100,7 +100,7 @@ def test_the_newer_interface_to_tf32_is_restored_too():
     code = """
 import torch
 from torch import backends
-from rope_pad_fix.deterministic import deterministic
+from rope_pad_fix import deterministic
 for part in (backends.cudnn.conv, backends.cuda.matmul, backends.mkldnn.matmul, backends):
     part.fp32_precision = "tf32"
     with deterministic():

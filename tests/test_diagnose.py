@@ -240,12 +240,14 @@ def test_devices():
     assert "cpu, disk" in by_name(found)["devices"].note
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_model_under_accelerate_is_left_as_it_was(tmp_path):
-    """Its ``to``, kept by a copy, would convert the model that was copied."""
+@pytest.mark.parametrize("layers", ["cpu", "disk"])
+def test_a_model_under_accelerate_is_left_as_it_was(layers, tmp_path):
+    """Its own ``to``, which copies keep, would convert the model that was copied."""
     model = tiny(dtype=torch.bfloat16)
-    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    model = dispatch_model(model, places | {"lm_head": "cpu"}, main_device="cpu", offload_dir=tmp_path)
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers": layers}
+    model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    assert "to" in vars(model)
     found = diagnose(model, **given(layout="holes"))
     assert found.verdict == "positions"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -1,5 +1,8 @@
 """Batched inference with Hugging Face decoder models that gives what single inference gives."""
 
+from typing import Any
+
+from .deterministic import deterministic
 from .errors import UnsupportedCacheError, UnsupportedModelError
 from .families import Family, families, register
 from .patching import Status, applied, apply, remove, status
@@ -14,6 +17,7 @@ __all__ = [
     "Verification",
     "applied",
     "apply",
+    "deterministic",
     "families",
     "position_ids",
     "register",
@@ -21,3 +25,12 @@ __all__ = [
     "status",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``rope_pad_fix.drift``, when it is first asked for: it needs the extra's packages."""
+    if name == "drift":
+        import importlib
+
+        return importlib.import_module(".drift", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -607,7 +607,7 @@ class _Examination:
         """Logits of each row by itself, without padding, and the tokens of the steps."""
         found = []
         for i, row in enumerate(usage.rows):
-            own = Usage([row], row[None], torch.ones_like(row[None]), cached=usage.cached)
+            own = Usage([row], row[None], torch.ones_like(row[None]), )
             found.append(self._run(model, own, None if tokens is None else tokens[i : i + 1]))
         return [logits[0] for logits, _ in found], torch.cat([chosen for _, chosen in found])
 
