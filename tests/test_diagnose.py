@@ -1,6 +1,7 @@
 """`diagnose` names the cause of known defects, on models in which it is that strong, and leaves the model alone."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -107,10 +108,15 @@ RECIPES = {
 }
 
 
+@functools.cache
+def diagnosed(recipe):
+    make, usage, _ = RECIPES[recipe]
+    return diagnose(make(), **usage)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_known_defects(recipe):
-    make, usage, verdict = RECIPES[recipe]
-    found = diagnose(make(), **usage)
+    found, verdict = diagnosed(recipe), RECIPES[recipe][2]
     assert found.verdict == verdict, found
     assert verdict in ("none", "rounding") or found.exact_drift > 0.05, "too weak to show anything"
 
@@ -120,7 +126,7 @@ def by_name(found):
 
 
 def test_the_parts_of_a_diagnosis():
-    found = diagnose(tiny(), **given(layout="right"))
+    found = diagnosed("R3, right")
     factors = by_name(found)
     assert found.verdict in VERDICTS
     assert all(factor.baseline == found.drift for factor in found.factors)
@@ -136,7 +142,7 @@ def test_the_parts_of_a_diagnosis():
 
 
 def test_what_does_not_apply_is_listed():
-    factors = by_name(diagnose(tiny(), **given()))
+    factors = by_name(diagnosed("R1 Llama, left"))
     notes = {
         "sampling": "off",
         "attention mask": "passed",
@@ -152,14 +158,14 @@ def test_what_does_not_apply_is_listed():
 
 
 def test_json_says_everything():
-    found = diagnose(tiny(dtype=torch.bfloat16), **given())
+    found = diagnosed("bfloat16")
     assert json.loads(found.to_json()) == found.to_dict()
     assert found.to_dict()["first"]["module"] == found.first.module
     assert len(found.to_dict()["factors"]) == len(found.factors)
 
 
 def test_what_is_shown_ends_in_the_verdict_and_the_fix():
-    found = diagnose(tiny(), **given(layout="holes"))
+    found = diagnosed("R5, holes")
     console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(found, console)
     lines = console.export_text().strip().splitlines()
@@ -169,12 +175,12 @@ def test_what_is_shown_ends_in_the_verdict_and_the_fix():
 
 
 def test_the_first_module_that_is_wrong():
-    assert diagnose(gpt2(), **given()).first.module == "transformer.wpe"
-    assert diagnose(tiny(), **given(layout="holes")).first.module.startswith("model.layers.0.self_attn")
+    assert diagnosed("R1 GPT-2, left").first.module == "transformer.wpe"
+    assert diagnosed("R5, holes").first.module.startswith("model.layers.0.self_attn")
 
 
 def test_rounding_names_the_first_module():
-    found = diagnose(tiny(dtype=torch.bfloat16), **given())
+    found = diagnosed("bfloat16")
     assert found.first is not None
     assert found.first.module
     assert found.exact_drift < found.drift / 100
@@ -189,19 +195,34 @@ def test_sampling():
     for text in (found.factors[0].note, found.cause):
         assert "temperature=0.7" in text
         assert "top_p=0.9" in text
-    assert diagnose(tiny(), **given(layout="right")).verdict == "positions", "a bug comes first"
+    model.generation_config.do_sample = False
+    assert diagnose(model, **given()).verdict == "none"
 
 
 def test_advice_is_measured():
     """The library cures a window over slots only where it is padding-free, and it does not know this architecture."""
-    found = diagnose(of(MistralConfig, MistralForCausalLM, sliding_window=8), **given(layout="holes"))
-    assert "apply" not in found.fix
+    found = diagnosed("R11, sliding window with holes")
+    assert not [factor for factor in found.factors if "apply" in factor.remedy]
     assert found.fix == "pad on the left, no holes"
-    assert "apply" not in diagnose(dynamic_ntk(), **given((10, 60))).fix
+    assert "apply" not in diagnosed("R7, dynamic NTK").fix
     assert diagnose(gpt2().bfloat16(), **given(), position_ids=True, decode_position_ids=True).fix == "run in float32"
-    assert diagnose(gpt2(), **given()).fix.startswith('rope_pad_fix.apply(model, level="positions")')
-    found = diagnose(tiny(), **given(layout="right") | {"generate": True})
+    assert diagnosed("R1 GPT-2, left").fix.startswith('rope_pad_fix.apply(model, level="positions")')
+    found = diagnosed("R2, right, generate")
     assert found.fix == 'rope_pad_fix.apply(model), or tokenizer.padding_side = "left"'
+
+
+def test_rows_do_not_end_while_they_are_compared():
+    model = rope_pad_fix.apply(tiny())
+    model.generation_config.eos_token_id = 2
+    ends = torch.zeros(128).index_fill(0, torch.tensor([2]), 1e3)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output + ends)
+    assert diagnose(model, **given(), generate=True).drift == 0
+
+
+def test_a_row_is_compared_with_itself_in_the_same_way():
+    ids, real = batch(ragged((9,)))
+    usage = {"batch": {"input_ids": ids, "attention_mask": real}, "use_cache": False}
+    assert diagnose(tiny(), **usage).verdict == "none"
 
 
 def test_reduced_precision_is_rounding():

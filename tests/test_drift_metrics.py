@@ -48,8 +48,18 @@ def test_means_are_over_rows():
         ("北大京", "北京", 2 * 1 / (3 + 2), 0),  # the longest run, not all that is common
         ("1949年10月", "1949年", 2 * 2 / (4 + 2), 0),  # numbers are one unit
         ("NBA球队", "nba", 2 * 1 / (3 + 1), 0),
+        ("，。", "北京", 0, 0),
         ("", "北京", 0, 0),
         ("", "", 1, 1),
+        ("《红楼梦》，曹雪芹", "红楼梦曹雪芹", 1, 1),
+        ("北京,上海.", "北京、上海", 1, 1),  # ASCII punctuation
+        ("COVID-19疫情", "covid19疫情", 1, 1),  # what is around punctuation stays one unit
+        ("3.14", "3.14。", 1, 1),
+        ("3.14", "314", 0, 0),
+        ("50%", "50", 2 * 1 / (2 + 1), 0),
+        ("$5", "5", 2 * 1 / (2 + 1), 0),
+        ("Tom Hanks", "tomhanks", 0, 0),
+        ("𠮷野家", "吉野家", 2 * 2 / (3 + 3), 0),  # beyond the basic plane
     ],
 )
 def test_cmrc(prediction, reference, f1, exact):
@@ -72,6 +82,10 @@ def test_fields_that_come_again_or_cannot_be_read():
     # A label that no reference has costs precision, and has no mean of its own.
     assert scores("fields", ["a: x\nb: y"], ["a: x"]) == pytest.approx({"micro_f1": 2 / 3, "macro_f1": 1})
     assert scores("fields", ["rubbish"], ['{"a": "x"}']) == {"micro_f1": 0, "macro_f1": 0}
+    # A data set fills up objects with nulls; they are no fields, nor are empty texts.
+    assert fields('{"a": null, "b": "", "c": [null, "x"], "d": 0}') == {("c", "x"): 1, ("d", "0"): 1}
+    assert fields("a: \n: b\nZeit: 12:30\r\nOrt: K\u2028ÖLN") == {("zeit", "12:30"): 1, ("ort", "k öln"): 1}
+    assert fields('{"a": {"y": 1, "x": true}}') == fields('{"a": {"x": true, "y": 1}}')
     assert scores("fields", [""], [""]) == {"micro_f1": 1, "macro_f1": 1}
 
 
@@ -88,6 +102,20 @@ def test_classification_is_scikit_learns(name):
         {"macro_f1": expected, "accuracy": accuracy_score(truth, plain)}
     )
     assert task(name).by_likelihood == (name == "choices")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_classification_of_drawn_rows_is_scikit_learns(seed):
+    """Labels that only the whole data has do not count in a selection."""
+    generator = np.random.default_rng(seed)
+    names = np.array(["a", "b", "c", "d", "e"])
+    right, mine = generator.choice(names[:4], 12), generator.choice(names, 12)
+    scoring = task("classification")
+    tallies = scoring.tally(mine.tolist(), [[label] for label in right])
+    rows = generator.integers(0, 12, 6)
+    labels = sorted(set(right[rows]))
+    expected = f1_score(right[rows], mine[rows], labels=labels, average="macro", zero_division=0)
+    assert scoring.scores(tallies[rows])["macro_f1"] == pytest.approx(expected)
 
 
 def test_text_has_no_scores():
@@ -135,3 +163,13 @@ def test_intervals_without_a_difference_or_of_one_row():
     one, other = scoring.tally(["x"], [["x"]]), scoring.tally(["y"], [["x"]])
     assert drift_interval(scoring, one, one) == (0, 0)
     assert drift_interval(scoring, one, other) == (-1, -1)
+    none = task("text").tally(["x", "y"], [[], []])
+    assert none.shape == (2, 0)
+    assert drift_interval(task("text"), none, none) == (0, 0)
+    two = drift_interval(scoring, np.repeat(one, 2, 0), np.repeat(other, 2, 0))
+    assert two == (-1, -1)  # every draw is the same
+
+
+def test_the_table_of_tasks_is_read_only():
+    with pytest.raises(TypeError):
+        TASKS["mine"] = TASKS["squad"]  # type: ignore[index]

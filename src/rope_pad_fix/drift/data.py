@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,14 @@ def load_examples(
 
     Args:
         source: a JSONL, JSON (a list of objects), CSV or Parquet file; a directory that `datasets` saved; a Hub id; or
-            mappings.
+            mappings. What stands in a CSV file is text, numbers too: ``01234`` stays as it is.
         prompt: the column with the prompts.
         reference: the column with the right answers: text, a number, a list of texts, an object (kept as JSON), or as
             in SQuAD an object with a list ``"text"``. None: there are none.
         choices: the column with lists of choices, or None.
         messages: the column with chats, lists of ``{"role": …, "content": …}``, which is used if there is no column of
-            prompts. If the assistant has the last word, that is the right answer; the rest is the prompt.
+            prompts. If the assistant has the last word, that is the right answer, and the rest is the prompt; if not,
+            the right answer is in the column ``reference``.
         split: of a data set with several.
         limit: the first so many rows.
         tokenizer: whose chat template turns chats into prompts.
@@ -74,10 +76,12 @@ def load_examples(
             where = f"{name}, row {number}"
             if prompt not in row and messages in row:
                 text, references = _chat(row[messages], tokenizer, where)
-                references = () if reference is None else references
             else:
-                text = _value(row, prompt, where)
-                references = () if reference is None else _references(_value(row, reference, where), where)
+                text, references = _value(row, prompt, where), ()
+            if reference is None:
+                references = ()
+            elif not references:
+                references = _references(_value(row, reference, where), where)
             if not isinstance(text, str) or not text:
                 raise InputError(f"{where}: the prompt must be a text that is not empty, got {text!r}")
             examples.append(Example(text, references, _choices(row, choices, where)))
@@ -101,19 +105,23 @@ def _rows(source: str | Path | Iterable[Row], split: str) -> Iterator[Iterable[R
         if not isinstance(found, list):
             raise InputError(f"{path}: expected a list of objects, got {type(found).__name__}")
         yield found
+    elif path.is_file() and path.suffix not in (".csv", ".parquet"):
+        raise InputError(f"{path}: unknown format {path.suffix!r}: give .jsonl, .json, .csv or .parquet")
     else:
         with tempfile.TemporaryDirectory() as cache:
             yield _data_set(source, path, split, cache)
 
 
 def _data_set(source: str | Path, path: Path, split: str, cache: str) -> Any:
-    bars = datasets.utils.logging.is_progress_bar_enabled()
-    datasets.utils.logging.disable_progress_bar()
+    log = datasets.utils.logging
+    bars, verbosity = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
     try:
-        if path.suffix == ".csv":
-            return datasets.Dataset.from_csv(str(path), cache_dir=cache, keep_in_memory=True)
-        if path.suffix == ".parquet":
-            return datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+        if path.suffix in (".csv", ".parquet"):
+            log.set_verbosity(log.CRITICAL)  # it logs what it then raises
+            return (_csv if path.suffix == ".csv" else datasets.Dataset.from_parquet)(
+                str(path), cache_dir=cache, keep_in_memory=True
+            )
         if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
             found = datasets.load_from_disk(str(path))
         else:
@@ -126,11 +134,24 @@ def _data_set(source: str | Path, path: Path, split: str, cache: str) -> Any:
     except InputError:
         raise
     except Exception as error:  # whatever datasets and the libraries below it raise
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"{source}: cannot be read as a data set: {reason}") from error
+        told = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        raise InputError(f"{source}: cannot be read as a data set: {_reason(told or error)}") from error
     finally:
+        log.set_verbosity(verbosity)
         if bars:
-            datasets.utils.logging.enable_progress_bar()
+            log.enable_progress_bar()
+
+
+def _csv(path: str, **options: Any) -> Any:
+    """All columns as text: left to guess, pandas takes the zeros off 01234, and takes NA for a gap."""
+    columns = datasets.Dataset.from_csv(path, nrows=1, **options).column_names
+    features = datasets.Features({column: datasets.Value("string") for column in columns})
+    return datasets.Dataset.from_csv(path, features=features, keep_default_na=False, **options)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -150,7 +171,10 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise InputError(f"{where}: not JSON: {error.msg} at {line}column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+        raise InputError(f"{where}: cannot be read as JSON: {_reason(error)}") from None
 
 
 def _value(row: Row, column: str, where: str) -> Any:
@@ -167,7 +191,7 @@ def _references(value: Any, where: str) -> tuple[str, ...]:
     for one in values:
         if isinstance(one, Mapping):
             texts.append(json.dumps(one, ensure_ascii=False))
-        elif isinstance(one, (str, int, float)):
+        elif isinstance(one, (str, Real)) and one == one:  # NaN, which stands for a gap, is not equal to itself
             texts.append(str(one))
         else:
             raise InputError(f"{where}: a right answer must be text, a number or an object, got {one!r}")
@@ -192,7 +216,13 @@ def _chat(value: Any, tokenizer: Any, where: str) -> tuple[str, tuple[str, ...]]
         raise InputError(f"{where}: it is a chat, and the tokenizer has no chat template: give prompts instead")
     answers: tuple[str, ...] = ()
     if turns[-1]["role"] == "assistant":
-        answers, turns = (str(turns[-1]["content"]),), turns[:-1]
+        answer, turns = turns[-1]["content"], turns[:-1]
+        if not isinstance(answer, str):
+            raise InputError(f"{where}: the last turn of a chat must have a text, got {answer!r}")
+        answers = (answer,)
     if not turns:
         raise InputError(f"{where}: a chat needs a turn before the answer")
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), answers
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), answers
+    except Exception as error:  # whatever the template raises
+        raise InputError(f"{where}: the chat template does not take this chat: {_reason(error)}") from error

@@ -463,8 +463,9 @@ class _Examination:
 
     @property
     def apply(self) -> str:
-        """How to patch the model, or what to do without."""
-        if self.level is None:
+        """How to patch the model, or what to do where that does not help."""
+        remains = self.patched[0]
+        if remains is None or remains > 0.1 * self.drift:
             return _LONE
         return "rope_pad_fix.apply(model" + ("" if self.level == DEFAULT_LEVEL else f', level="{self.level}"') + ")"
 
@@ -607,7 +608,7 @@ class _Examination:
         """Logits of each row by itself, without padding, and the tokens of the steps."""
         found = []
         for i, row in enumerate(usage.rows):
-            own = Usage([row], row[None], torch.ones_like(row[None]), )
+            own = Usage([row], row[None], torch.ones_like(row[None]), cached=usage.cached)
             found.append(self._run(model, own, None if tokens is None else tokens[i : i + 1]))
         return [logits[0] for logits, _ in found], torch.cat([chosen for _, chosen in found])
 

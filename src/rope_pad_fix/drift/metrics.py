@@ -23,7 +23,10 @@ from sklearn.metrics import f1_score
 from .results import InputError
 
 Tallies = NDArray[np.float64]
-_CHINESE = re.compile(r"[⺀-鿿豈-﫿\U00020000-\U0003ffff]")
+_CHINESE = r"[⺀-鿿豈-﫿\U00020000-\U0003ffff]"
+_UNIT = re.compile(rf"{_CHINESE}|(?:(?!{_CHINESE})[\w.])+|\S")
+_NO_PUNCTUATION = ".%\uff05\u2030"  # points in numbers, percent, its wide form, per mille
+_PUNCTUATION = "^~\uff5e`+="  # symbols to Unicode; CMRC drops them (the third is the wide tilde)
 
 
 class Task(ABC):
@@ -90,7 +93,8 @@ def _squad_tokens(text: str) -> list[str]:
 
 class Cmrc(_Mean):
     """F1 of the longest common run and exact match as CMRC 2018 scores them (Cui et al. 2019): every Chinese character
-    is a unit, so is every run of others without spaces; punctuation does not count."""
+    is a unit, so is every word or number; punctuation does not count. Here ASCII punctuation does not count either, nor
+    do spaces between Chinese characters, and two empty answers agree."""
 
     name = "cmrc"
 
@@ -105,17 +109,22 @@ class Cmrc(_Mean):
 
 
 def _units(text: str) -> list[str]:
-    spaced = _CHINESE.sub(lambda match: f" {match.group()} ", text.lower().strip())
-    kept = "".join(" " if unicodedata.category(c)[0] in "PS" else c for c in spaced)
-    return kept.split()
+    """Punctuation is taken out, not put between: ``covid-19`` is one unit. Points in numbers and percent signs stay."""
+    text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text.lower())
+    return _UNIT.findall("".join(letter for letter in text if not _is_punctuation(letter)))
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in _PUNCTUATION or (unicodedata.category(letter)[0] == "P" and letter not in _NO_PUNCTUATION)
 
 
 class Fields(Task):
     """Extraction of labelled values: micro and macro F1 of exact matches.
 
     An answer is a JSON object, or lines ``label: value``. A value that is a list, or a label that comes again, makes
-    several fields. Labels and values are compared without regard to case and to spaces; an answer that cannot be read
-    has no fields. Macro F1 is the mean over the labels of the references. Only the first reference counts.
+    several fields; null and an empty value are no field. Labels and values are compared without regard to case and to
+    spaces; an answer that cannot be read has no fields. Macro F1 is the mean over the labels of the references. Only
+    the first reference counts.
     """
 
     name = "fields"
@@ -146,14 +155,19 @@ def fields(text: str) -> Counter[tuple[str, str]]:
             found = json.loads(text[start : end + 1])
         except ValueError:
             return Counter()
-        return Counter(
-            (_plain(label), _plain(one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)))
-            for label, value in found.items()
-            for one in (value if isinstance(value, list) else [value])
-        )
-    lines = (line.partition(":") for line in text.splitlines())
-    pairs = ((_plain(label), _plain(value)) for label, colon, value in lines if colon)
+        listed = ((label, value if isinstance(value, list) else [value]) for label, value in found.items())
+        pairs = [(_plain(label), _plain(_written(one))) for label, values in listed for one in values]
+    else:
+        lines = (line.partition(":") for line in text.split("\n"))
+        pairs = [(_plain(label), _plain(value)) for label, _, value in lines]
     return Counter((label, value) for label, value in pairs if label and value)
+
+
+def _written(value: object) -> str:
+    """A JSON value as text; null is none."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def _plain(text: str) -> str:
@@ -177,7 +191,7 @@ def _ratio(part: float, whole: float) -> float:
 
 class Classification(Task):
     """One label a row, the first line of the answer: macro F1 over the labels of the references (scikit-learn's), and
-    accuracy. Case and spaces around a label do not count."""
+    accuracy. Case and spaces around a label do not count. Only the first reference counts."""
 
     name = "classification"
     metrics = ("macro_f1", "accuracy")
@@ -250,14 +264,13 @@ def drift_interval(
     Returns:
         ``(low, high)``; ``(0, 0)`` where both are equal, and the drift itself twice if there is one row.
     """
-    metric = task.metrics[0]
 
     def drift(rows: NDArray[np.int64]) -> float:
         return task.scores(batched[rows])[metric] - task.scores(single[rows])[metric]
 
-    rows = np.arange(len(single))
     if np.array_equal(single, batched):
         return 0.0, 0.0
+    metric, rows = task.metrics[0], np.arange(len(single))
     if len(rows) == 1:
         return drift(rows), drift(rows)
     found = bootstrap(
