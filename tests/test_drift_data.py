@@ -63,9 +63,6 @@ def test_csv_is_text(tmp_path):
     path.write_text(',prompt,completion\n0,12,01234\n1,b,\n2,c,NA\n3,"d\ne",None\n4,f,7\n', encoding="utf-8-sig")
     expected = [("12", "01234"), ("b", ""), ("c", "NA"), ("d\ne", "None"), ("f", "7")]
     assert load_examples(path) == [Example(prompt, (right,)) for prompt, right in expected]
-    path.write_text("prompt,completion\n1,1\n2\n")
-    with pytest.raises(InputError, match="row 1: a right answer must be .*, got None"):
-        load_examples(path)
 
 
 def test_nothing_is_left_behind_or_printed(tmp_path, monkeypatch, capfd):
@@ -119,7 +116,7 @@ def test_chats():
         load_examples([{"messages": turns[:1]}], tokenizer=Tokenizer())
     with pytest.raises(InputError, match="must have a text, got None"):
         load_examples([{"messages": [turns[0], {"role": "assistant", "content": None}]}], tokenizer=Tokenizer())
-    with pytest.raises(InputError, match="the chat template does not take this chat: the user must begin$"):
+    with pytest.raises(InputError, match=r"the chat template does not take this chat: the user must begin$"):
         load_examples([{"messages": turns[::-1]}], tokenizer=Tokenizer(), reference=None)
     with pytest.raises(InputError, match="no chat template"):
         load_examples([{"messages": turns}])
@@ -168,7 +165,10 @@ def test_bad_files(tmp_path):
     with pytest.raises(InputError, match="cannot be read as a data set"):
         load_examples(tmp_path / "d.parquet")
     (tmp_path / "e.csv").write_text("prompt,completion\na,b\na,b,c,d\n")
-    with pytest.raises(InputError, match="e.csv: cannot be read as a data set: .*Expected 2 fields in line 3, saw 4"):
+    with pytest.raises(InputError, match=r"e.csv: cannot be read .*Expected 2 fields in line 3, saw 4"):
+        load_examples(tmp_path / "e.csv")
+    (tmp_path / "e.csv").write_text("prompt,completion\na,b,\na,b,\n")  # pandas would take a for the index
+    with pytest.raises(InputError, match="Expected 2 fields in line 2, saw 3"):
         load_examples(tmp_path / "e.csv")
     (tmp_path / "f.csv").write_text("prompt,completion\n")
     with pytest.raises(InputError, match="no data"):
@@ -177,14 +177,14 @@ def test_bad_files(tmp_path):
     with pytest.raises(InputError, match="no rows"):
         load_examples(tmp_path / "g.jsonl")
     (tmp_path / "h.json").write_text('[{"prompt": "p"},\n {"prompt"')
-    with pytest.raises(InputError, match="h.json: not JSON: .* at line 2, column 11"):
+    with pytest.raises(InputError, match=r"h.json: not JSON: .* at line 2, column 11"):
         load_examples(tmp_path / "h.json")
     for text in ("1" * 5000, "[" * 100_000):
         (tmp_path / "i.json").write_text(text)
-        with pytest.raises(InputError, match="i.json: cannot be read as JSON: "):
+        with pytest.raises(InputError, match=r"i.json: cannot be read as JSON: "):
             load_examples(tmp_path / "i.json")
     (tmp_path / "j.tsv").write_text("prompt\n")
-    with pytest.raises(InputError, match="unknown format '.tsv': give .jsonl, .json, .csv or .parquet"):
+    with pytest.raises(InputError, match=r"unknown format '.tsv': give .jsonl, .json, .csv or .parquet"):
         load_examples(tmp_path / "j.tsv")
     with pytest.raises(InputError, match="cannot be read as a data set"):
         load_examples(tmp_path / "no" / "such" / "directory")

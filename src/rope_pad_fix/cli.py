@@ -194,6 +194,10 @@ def build() -> "typer.Typer":
         decode_position_ids: Annotated[
             bool, typer.Option(help="Whether you pass position_ids with decoded tokens.")
         ] = False,
+        use_cache: Annotated[
+            bool, typer.Option("--cache/--no-cache", help="Whether you decode with a KV cache.")
+        ] = True,
+        generate: Annotated[bool, typer.Option(help="Whether you call generate, instead of the model.")] = False,
         dtype: Annotated[
             str | None,
             typer.Option(metavar="NAME", help=" or ".join(DTYPES_OF_DRIFT), show_default="the model's"),
@@ -212,6 +216,8 @@ def build() -> "typer.Typer":
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "decode_position_ids": decode_position_ids,
+            "use_cache": use_cache,
+            "generate": generate,
         }
         raise typer.Exit(command.examine(model, prompts or [], rows, dtype, threads, json, usage))
 

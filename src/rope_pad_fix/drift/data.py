@@ -144,6 +144,7 @@ def _data_set(source: str | Path, path: Path, split: str, cache: str) -> Any:
 
 def _csv(path: str, **options: Any) -> Any:
     """All columns as text: left to guess, pandas takes the zeros off 01234, and takes NA for a gap."""
+    datasets.Dataset.from_csv(path, header=None, nrows=2, **options)  # raises if rows are longer than the header
     columns = datasets.Dataset.from_csv(path, nrows=1, **options).column_names
     features = datasets.Features({column: datasets.Value("string") for column in columns})
     return datasets.Dataset.from_csv(path, features=features, keep_default_na=False, **options)

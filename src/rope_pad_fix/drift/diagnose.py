@@ -25,6 +25,7 @@ from ..patching import DEFAULT_LEVEL, applied
 from ..rows import position_ids as positions_of
 from ..verify import Difference, parting
 from .results import InputError
+from .usage import Usage, guessed, laid, of_batch, of_prompts, pad_token, special_tokens
 
 VERDICTS = ("mask", "positions", "sampling", "device", "rounding", "none")
 # Of the largest logit, in float32. Measured on tiny models of eight families: rounding 4e-7 to 2e-6, bugs 0.4 to 1.
@@ -95,33 +96,6 @@ class Diagnosis:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
 
-@dataclass(frozen=True, eq=False)
-class Usage:
-    """How a batch is given to a model.
-
-    Attributes:
-        rows: the real tokens of each, ``[n]``.
-        ids: ``[B, L]``.
-        real: ``[B, L]`` int64, 1 at real tokens.
-        masked: whether an attention mask is passed.
-        positions: passed with the prompt, ``[B or 1, L]``, or None.
-        counted: whether positions by the mask are passed with each decoded token.
-        embeds: whether embeddings of the prompt are passed instead of ids.
-        cached: whether decoding uses a KV cache.
-        generated: whether ``generate`` runs it.
-    """
-
-    rows: list[Tensor]
-    ids: Tensor
-    real: Tensor
-    masked: bool = True
-    positions: Tensor | None = None
-    counted: bool = False
-    embeds: bool = False
-    cached: bool = True
-    generated: bool = False
-
-
 def diagnose(
     model: nn.Module,
     tokenizer: Any = None,
@@ -173,13 +147,13 @@ def diagnose(
         raise InputError(f"new_tokens must not be negative, got {new_tokens}")
     if generate and (position_ids or decode_position_ids or "position_ids" in (batch or {})):
         raise InputError("generate makes its own position_ids: leave them out, or set generate=False")
-    pad = _pad(model, tokenizer)
+    pad = pad_token(model, tokenizer)
     if batch is None:
-        usage = _of_prompts(tokenizer, prompts or (), padding_side, 0 if pad is None else pad)
+        usage = of_prompts(tokenizer, prompts or (), padding_side, 0 if pad is None else pad)
     elif padding_side is not None:
         raise InputError("padding_side says how to pad prompts; a batch is padded already")
     else:
-        usage = _of_batch(batch, real_mask, lambda ids: _guessed(ids, pad, model, tokenizer))
+        usage = of_batch(batch, real_mask, lambda ids: guessed(ids, pad, model, tokenizer))
     positions = positions_of(usage.real) if position_ids and usage.positions is None else usage.positions
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     usage = Usage(
@@ -194,83 +168,6 @@ def diagnose(
     )
     with evaluation(model), torch.no_grad():
         return _Examination(model, usage, 0 if pad is None else pad, new_tokens).diagnosis()
-
-
-def _special(name: str, *holders: Any) -> list[int]:
-    """The ids that tokenizer and configurations have under a name."""
-    found = [getattr(holder, name, None) for holder in holders]
-    return [int(i) for ids in found if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
-
-
-def _holders(model: Any, tokenizer: Any) -> tuple[Any, ...]:
-    return tokenizer, model.config, model.config.get_text_config(), getattr(model, "generation_config", None)
-
-
-def _pad(model: Any, tokenizer: Any) -> int | None:
-    """The pad token; a model without one is padded with its end of sequence."""
-    holders = _holders(model, tokenizer)
-    ids = [i for name in ("pad_token_id", "eos_token_id") for i in _special(name, *holders)]
-    return next((i for i in ids if i >= 0), None)
-
-
-def _of_prompts(tokenizer: Any, prompts: Sequence[str], side: str | None, pad: int) -> Usage:
-    if tokenizer is None or not prompts or isinstance(prompts, str):
-        raise InputError("prompts need a list of at least one text and their tokenizer")
-    side = side or tokenizer.padding_side
-    if side not in ("left", "right"):
-        raise InputError(f"padding_side must be 'left' or 'right', got {side!r}")
-    rows = [torch.tensor(tokenizer(text).input_ids, dtype=torch.int64) for text in prompts]
-    if not all(map(len, rows)):
-        raise InputError("a prompt has no tokens")
-    return _laid(Usage(rows, rows[0], rows[0]), side, pad)
-
-
-def _of_batch(batch: Mapping[str, Tensor], real_mask: Tensor | None, guessed: Callable[[Tensor], Tensor]) -> Usage:
-    ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    if ids is None or ids.dim() != 2 or ids.is_floating_point():
-        raise InputError("batch needs input_ids of shape [batch, length], whole numbers")
-    if unknown := batch.keys() - {"input_ids", "attention_mask", "position_ids", "token_type_ids"}:
-        raise InputError(
-            f"batch has {', '.join(sorted(unknown))}: give input_ids, attention_mask and position_ids only"
-        )
-    real = mask if mask is not None else real_mask if real_mask is not None else guessed(ids)
-    if real.shape != ids.shape:
-        raise InputError(f"the mask has shape {tuple(real.shape)}, input_ids have {tuple(ids.shape)}")
-    if bool(((real != 0) & (real != 1)).any()):
-        raise InputError("the mask must hold 1 at real tokens and 0 at padding")
-    if positions is not None and (positions.dim() != 2 or positions.shape not in (ids.shape, (1, ids.shape[1]))):
-        raise InputError(f"position_ids have shape {tuple(positions.shape)}, input_ids have {tuple(ids.shape)}")
-    if not bool((real != 0).any(1).all()):
-        raise InputError("a row of the batch has no real token")
-    rows = [row[own != 0] for row, own in zip(ids, real, strict=True)]
-    return Usage(rows, ids, (real != 0).long(), masked=mask is not None, positions=positions)
-
-
-def _guessed(ids: Tensor, pad: int | None, model: Any, tokenizer: Any) -> Tensor:
-    """Which tokens are real, by the pad tokens at the ends of rows. ``[B, L]`` bool."""
-    unclear = "batch has no attention_mask: say which tokens are real with real_mask, [batch, length]; "
-    if pad is None:
-        raise InputError(unclear + "there is no pad token to tell by")
-    pads = (ids == pad).long()
-    before, after = pads.cumprod(1) == 1, pads.flip(1).cumprod(1).flip(1) == 1
-    holders = _holders(model, tokenizer)
-    if bool(((pads == 1) & ~before & ~after).any()):
-        raise InputError(unclear + f"the pad token {pad} stands inside a row, as text or as padding")
-    for which, name in ((before, "bos_token_id"), (after, "eos_token_id")):
-        if pad in _special(name, *holders) and bool(which.any()):
-            raise InputError(unclear + f"the pad token {pad} is the {name}, too, and may be text")
-    return ~(before | after)
-
-
-def _laid(usage: Usage, side: str, pad: int, extra: int = 0) -> Usage:
-    """The rows padded anew, ``extra`` columns more than need be; positions by the mask if there were any."""
-    width = max(map(len, usage.rows)) + extra
-    ids = usage.rows[0].new_full((len(usage.rows), width), pad)
-    real = torch.zeros_like(ids)
-    for i, row in enumerate(usage.rows):
-        where = slice(width - len(row), width) if side == "left" else slice(len(row))
-        ids[i, where], real[i, where] = row, 1
-    return replace(usage, ids=ids, real=real, positions=None if usage.positions is None else positions_of(real))
 
 
 def _measure(function: Callable[[_Examination], _Found]) -> functools.cached_property[_Found]:
@@ -314,16 +211,16 @@ class _Examination:
     def masked(self) -> _Found:
         if self.usage.masked:
             return None, "passed"
-        eos = self.pad in _special("eos_token_id", *_holders(self.model, None))
+        eos = self.pad in special_tokens("eos_token_id", self.model)
         return self._with(masked=True), "not passed" + (", and pad is eos" if eos else "") + "; now passed"
 
     @_measure
     def moved(self) -> _Found:
-        return self._of(_laid(self.usage, self.other, self.pad)), f"{self.other} instead of {self.side}"
+        return self._of(laid(self.usage, self.other, self.pad)), f"{self.other} instead of {self.side}"
 
     @_measure
     def longer(self) -> _Found:
-        drifts = [self._of(_laid(self.usage, self.side, self.pad, extra)) for extra in _PADS]
+        drifts = [self._of(laid(self.usage, self.side, self.pad, extra)) for extra in _PADS]
         note = "; ".join(f"+{n}: {_number(drift)}" for n, drift in zip(_PADS, drifts, strict=True))
         return max(drifts), f"most of {note}"
 
@@ -350,7 +247,7 @@ class _Examination:
         """Without padding: every row repeated to the length of the longest."""
         width = max(map(len, self.usage.rows))
         rows = [row.repeat(-(-width // len(row)))[:width] for row in self.usage.rows]
-        usage = _laid(replace(self.usage, rows=rows), "left", self.pad)
+        usage = laid(replace(self.usage, rows=rows), "left", self.pad)
         alone, tokens = self._alone(self.model, usage)
         note = f"{len(rows)} rows of {width} tokens, no padding: what remains is due to their number"
         return self._of(usage, alone=alone, tokens=tokens), note
@@ -431,7 +328,7 @@ class _Examination:
         window = _window(self.model.config)
         if window is None:
             return None, "no window"
-        usage = replace(_laid(self.usage, "left", self.pad), masked=True)
+        usage = replace(laid(self.usage, "left", self.pad), masked=True)
         if torch.equal(usage.real, self.usage.real):
             return None, f"window of {window}, padded on the left without holes"
         return self._of(usage), f"window of {window}, in slots; now padded on the left, without holes"
@@ -660,7 +557,7 @@ class _Examination:
 
     def _likeliest(self, logits: Tensor) -> Tensor:
         """The next token, ``[1]``, but no end of sequence: `generate` would stop there."""
-        ends = [i for i in _special("eos_token_id", *_holders(self.model, None)) if 0 <= i < logits.shape[-1]]
+        ends = [i for i in special_tokens("eos_token_id", self.model) if 0 <= i < logits.shape[-1]]
         last = logits[-1:].clone()
         last[:, ends] = -math.inf
         return last.argmax(-1)
