@@ -1,4 +1,4 @@
-"""Real addresses with labelled parts, as chats for `rope-pad-fix drift --task fields`: from the PyPI package usaddress.
+"""Real addresses with labelled parts, as rows for `rope-pad-fix drift --task fields`: from the package usaddress.
 
     python examples/usaddress.py out/usaddress.jsonl
     rope-pad-fix drift smollm2 out/usaddress.jsonl --task fields --limit 24 --output out/drift
@@ -45,8 +45,7 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8") as file:
         for address, found in rows:
-            turns = [{"role": "user", "content": question(address)}, {"role": "assistant", "content": answer(found)}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+            file.write(json.dumps({"prompt": question(address), "completion": answer(found)}) + "\n")
     print(f"{len(rows)} addresses: {output}")
 
 
@@ -76,7 +75,7 @@ def parts(element: ElementTree.Element) -> tuple[str, dict[str, str]]:
 def question(address: str) -> str:
     """What is asked, with two answers to go by."""
     shown = "\n\n".join(f"Address: {text}\n{labels}" for text, labels in EXAMPLES.items())
-    return f"Label the parts of a US address, one a line.\n\n{shown}\n\nNow this one.\nAddress: {address}"
+    return f"Parts of US addresses, one a line.\n\n{shown}\n\nAddress: {address}\n"
 
 
 def answer(found: dict[str, str]) -> str:

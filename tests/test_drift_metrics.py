@@ -74,6 +74,10 @@ def test_fields():
     assert scores("fields", answers, right) == pytest.approx(expected)
 
 
+def test_an_empty_line_ends_the_fields():
+    assert fields("\n\na: x\nb: y\n\nb: z\na: x") == {("a", "x"): 1, ("b", "y"): 1}
+
+
 def test_fields_that_come_again_or_cannot_be_read():
     assert fields('```json\n{"city": ["Bonn", "Bonn", 3]}\n```') == {("city", "bonn"): 2, ("city", "3"): 1}
     assert fields("no fields here") == fields('{"city": "Bonn"') == fields("") == {}

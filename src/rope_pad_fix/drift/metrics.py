@@ -121,8 +121,9 @@ def _is_punctuation(letter: str) -> bool:
 class Fields(Task):
     """Extraction of labelled values: micro and macro F1 of exact matches.
 
-    An answer is a JSON object, or lines ``label: value``. A value that is a list, or a label that comes again, makes
-    several fields; null and an empty value are no field. Labels and values are compared without regard to case and to
+    An answer is a JSON object, or lines ``label: value`` up to an empty line, behind which a model of plain text goes
+    on to other things. A value that is a list, or a label that comes again, makes several fields; null and an empty
+    value are no field. Labels and values are compared without regard to case and to
     spaces; an answer that cannot be read has no fields. Macro F1 is the mean over the labels of the references. Only
     the first reference counts.
     """
@@ -158,7 +159,7 @@ def fields(text: str) -> Counter[tuple[str, str]]:
         listed = ((label, value if isinstance(value, list) else [value]) for label, value in found.items())
         pairs = [(_plain(label), _plain(_written(one))) for label, values in listed for one in values]
     else:
-        lines = (line.partition(":") for line in text.split("\n"))
+        lines = (line.partition(":") for line in text.strip().partition("\n\n")[0].split("\n"))
         pairs = [(_plain(label), _plain(value)) for label, _, value in lines]
     return Counter((label, value) for label, value in pairs if label and value)
 
