@@ -66,7 +66,11 @@ def without_references():
     return report([cell(scored=False), cell("batch_invariant", changed=0, scored=False)], metrics=())
 
 
-REPORTS = (report, many, nothing_changed, without_references, lambda: report([cell()]))
+def not_numbers():
+    return report([cell(largest_logit=[float("inf")] * 10), cell("batch_invariant", changed=0)])
+
+
+REPORTS = (report, many, not_numbers, nothing_changed, without_references, lambda: report([cell()]))
 
 
 def text(renderable):

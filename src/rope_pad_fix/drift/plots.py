@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -64,7 +65,7 @@ def _scores(report: Report) -> bytes:
 
 def _logits(report: Report) -> bytes:
     """The largest difference of a logit of each row against its padding, on a logarithmic scale that has a zero."""
-    everything = [d for cell in report.cells for d in cell.largest_logit if d > 0]
+    everything = [d for cell in report.cells for d in cell.largest_logit if 0 < d < math.inf]
     floor = min(everything, default=1e-6) / 4
 
     def draw(axes: Any) -> None:
