@@ -38,7 +38,7 @@ LEVELS: dict[str, dict[str, Role]] = {
 }
 LEVELS["batch_invariant"] = LEVELS["padding_free"]  # and what is in `linear`
 DEFAULT_LEVEL = "batch_invariant"
-_ROPE_BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the longest row of the batch
+ROPE_BY_LENGTH = ("dynamic", "longrope")  # their frequencies depend on the longest row of the batch
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ def _targets(model: nn.Module, level: str) -> list[tuple[nn.Module, str, str]]:
     if level != "positions":
         for decoder in decoders:
             base_implementation(decoder.config)
-            kind = _rope_type(decoder.config)
-            if kind in _ROPE_BY_LENGTH:
+            kind = rope_type(decoder.config)
+            if kind in ROPE_BY_LENGTH:
                 raise UnsupportedModelError(
                     f"{name} uses {kind!r} rotary embeddings, whose frequencies depend on the longest row of a batch; "
                     'level="positions" works, one row at a time or with rows of equal length'
@@ -202,9 +202,11 @@ def _targets(model: nn.Module, level: str) -> list[tuple[nn.Module, str, str]]:
     return found
 
 
-def _rope_type(config: Any) -> str | None:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return cast("str | None", rope.get("rope_type", rope.get("type")))
+def rope_type(config: Any) -> str:
+    """The kind of rotary embeddings that a configuration asks for; ``"default"`` where it names none."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _any_decoder(model: nn.Module) -> nn.Module | None:

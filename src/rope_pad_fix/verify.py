@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from .calibration import TILES
 from .decoder import CACHE_NAMES
+from .deterministic import evaluation
 
 LAYOUTS = ("left", "right", "holes")
 
@@ -89,7 +89,7 @@ def verify(
     generator = torch.Generator().manual_seed(seed)
     rows_seen = differing = 0
     first: Difference | None = None
-    with evaluating(model):
+    with evaluation(model), torch.no_grad():
         for case in range(cases):
             rows = random_rows(model, batch_size, max_length, generator)
             layout = LAYOUTS[case % len(LAYOUTS)]
@@ -127,7 +127,7 @@ def parting(model: nn.Module, rows: Sequence[Tensor], mask: Tensor, inputs: Mapp
         mask: ``[B, L]``, 1 where the batch holds them.
         inputs: what the model is called with for the batch.
     """
-    with evaluating(model):
+    with evaluation(model), torch.no_grad():
         batched = _module_outputs(model, inputs)
         alone = [_module_outputs(model, {"input_ids": row[None]}) for row in rows]
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -220,15 +220,3 @@ def _by_row(x: Tensor, mask: Tensor) -> list[Tensor | None]:
     if x.dim() and total <= x.shape[0] < total + TILES[0]:
         return list(x[:total].split(lengths))
     return [None] * batch
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, without gradients; afterwards as before."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

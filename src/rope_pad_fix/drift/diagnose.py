@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..decoder import CACHE_NAMES
 from ..deterministic import GREEDY, deterministic, deterministic_algorithms, evaluation, full_precision
 from ..errors import UnsupportedModelError
-from ..patching import DEFAULT_LEVEL, applied
+from ..patching import DEFAULT_LEVEL, ROPE_BY_LENGTH, applied, rope_type
 from ..rows import position_ids as positions_of
 from ..verify import Difference, parting
 from .results import InputError
@@ -310,8 +310,8 @@ class _Examination:
     @_measure
     def separate(self) -> _Found:
         """Rows each by itself, padded as they are, with the right positions: no frequencies of a longer row."""
-        kind = _rope_type(self.model.config)
-        if kind not in ("dynamic", "longrope"):
+        kind = rope_type(self.model.config)
+        if kind not in ROPE_BY_LENGTH:
             return None, f"no ({kind})"
         now = replace(self.usage, masked=True, positions=positions_of(self.usage.real), counted=True, generated=False)
         drifts = []
@@ -658,12 +658,6 @@ def _copied(model: Any, dtype: torch.dtype) -> Any:
     would change the model that was copied."""
     copied = copy.deepcopy(model)
     return type(copied).to(copied, dtype)
-
-
-def _rope_type(config: Any) -> str:
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _window(config: Any) -> int | None:

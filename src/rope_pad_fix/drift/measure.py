@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..deterministic import evaluation
 from ..environment import environment
 from ..errors import UnsupportedModelError
 from ..patching import LEVELS, apply, remove, status
@@ -163,21 +164,20 @@ def _check(name: str, values: Iterable[str], known: Iterable[str]) -> None:
 @contextmanager
 def _prepared(model: Any, attention: str, level: str) -> Iterator[None]:
     """The model with an attention implementation, at a level, in evaluation mode; then as it was."""
-    before, patched, training = model.config._attn_implementation_internal, status(model), model.training
+    before, patched = model.config._attn_implementation_internal, status(model)
     try:
-        model.eval()
         try:
             remove(model).set_attn_implementation(attention)
             if level != STOCK:
                 apply(model, level)
         except (UnsupportedModelError, ValueError, ImportError) as error:
             raise InputError(f"{type(model).__name__} with {attention!r} at level {level!r}: {error}") from error
-        yield
+        with evaluation(model):
+            yield
     finally:
         remove(model).set_attn_implementation(before)
         if patched is not None:
             apply(model, patched.level)
-        model.train(training)
 
 
 @dataclass(frozen=True)

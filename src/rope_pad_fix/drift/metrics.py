@@ -57,8 +57,20 @@ class _Mean(Task):
     metrics = ("f1", "exact_match")
 
     @abstractmethod
+    def units(self, text: str) -> list[str]:
+        """What is compared of an answer."""
+
+    @abstractmethod
+    def common(self, mine: list[str], theirs: list[str]) -> int:
+        """How many units two answers share."""
+
     def score(self, prediction: str, reference: str) -> tuple[float, float]:
-        """Both metrics for one reference."""
+        """F1 and exact match for one reference."""
+        mine, theirs = self.units(prediction), self.units(reference)
+        same = float(mine == theirs)
+        if not mine or not theirs:
+            return same, same
+        return 2 * self.common(mine, theirs) / (len(mine) + len(theirs)), same
 
     def tally(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Tallies:
         rows = [
@@ -76,19 +88,13 @@ class Squad(_Mean):
 
     name = "squad"
 
-    def score(self, prediction: str, reference: str) -> tuple[float, float]:
-        mine, theirs = _squad_tokens(prediction), _squad_tokens(reference)
-        same = float(mine == theirs)
-        if not mine or not theirs:
-            return same, same
-        common = sum((Counter(mine) & Counter(theirs)).values())
-        return 2 * common / (len(mine) + len(theirs)), same
+    def units(self, text: str) -> list[str]:
+        """Words in lower case, without punctuation (ASCII) and English articles."""
+        text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+        return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
-
-def _squad_tokens(text: str) -> list[str]:
-    """Lower case, without punctuation (ASCII) and English articles."""
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+    def common(self, mine: list[str], theirs: list[str]) -> int:
+        return sum((Counter(mine) & Counter(theirs)).values())
 
 
 class Cmrc(_Mean):
@@ -98,20 +104,13 @@ class Cmrc(_Mean):
 
     name = "cmrc"
 
-    def score(self, prediction: str, reference: str) -> tuple[float, float]:
-        mine, theirs = _units(prediction), _units(reference)
-        same = float(mine == theirs)
-        if not mine or not theirs:
-            return same, same
-        matcher = SequenceMatcher(None, mine, theirs, autojunk=False)
-        common = matcher.find_longest_match().size
-        return 2 * common / (len(mine) + len(theirs)), same
+    def units(self, text: str) -> list[str]:
+        """Punctuation is taken out, not put between: ``covid-19`` is one. Points in numbers and percent signs stay."""
+        text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text.lower())
+        return _UNIT.findall("".join(letter for letter in text if not _is_punctuation(letter)))
 
-
-def _units(text: str) -> list[str]:
-    """Punctuation is taken out, not put between: ``covid-19`` is one unit. Points in numbers and percent signs stay."""
-    text = re.sub(r"(?<!\d)\.|\.(?!\d)", "", text.lower())
-    return _UNIT.findall("".join(letter for letter in text if not _is_punctuation(letter)))
+    def common(self, mine: list[str], theirs: list[str]) -> int:
+        return SequenceMatcher(None, mine, theirs, autojunk=False).find_longest_match().size
 
 
 def _is_punctuation(letter: str) -> bool:
