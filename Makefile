@@ -4,10 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-slow quality style clean
+.PHONY: demo finetune test test-slow quality style clean
 
 demo: $(INSTALLED)
 	$(BIN)/rope-pad-fix demo
+
+# SmolLM2-135M learns to label real addresses; out/finetune is the adapter. Goes on where an earlier run stopped.
+finetune: $(INSTALLED)
+	test -f out/usaddress/test.jsonl || $(BIN)/python examples/data/usaddress.py --train out/usaddress/train.jsonl out/usaddress/test.jsonl
+	$(BIN)/python train/finetune.py --train-file out/usaddress/train.jsonl --eval-file out/usaddress/test.jsonl \
+		--task fields --max-new-tokens 72 --output-dir out/finetune $(if $(wildcard out/finetune/checkpoint-*),--resume)
 
 test: quality
 	$(BIN)/python -m pytest
@@ -31,5 +37,5 @@ clean:
 # The pinned versions and the package in one go, so that pip takes no other torch than the pinned one.
 $(INSTALLED): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[drift]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[train]'
 	touch $@

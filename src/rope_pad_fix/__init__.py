@@ -2,15 +2,19 @@
 
 from typing import Any
 
+from .adapters import load_adapter
 from .deterministic import deterministic
-from .errors import UnsupportedCacheError, UnsupportedModelError
+from .errors import InputError, UnsupportedCacheError, UnsupportedModelError
 from .families import Family, families, register
+from .padding import PaddingScheme
 from .patching import Status, applied, apply, remove, status
 from .rows import position_ids
 from .verify import Verification, verify
 
 __all__ = [
     "Family",
+    "InputError",
+    "PaddingScheme",
     "Status",
     "UnsupportedCacheError",
     "UnsupportedModelError",
@@ -19,6 +23,7 @@ __all__ = [
     "apply",
     "deterministic",
     "families",
+    "load_adapter",
     "position_ids",
     "register",
     "remove",

@@ -33,7 +33,7 @@ def build() -> "typer.Typer":
     from .drift import command
     from .drift.batching import ORDERS
     from .drift.metrics import TASKS
-    from .drift.source import DTYPES as DTYPES_OF_DRIFT
+    from .loading import DTYPES as DTYPES_OF_DRIFT
     from .patching import DEFAULT_LEVEL, LEVELS
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -129,6 +129,9 @@ def build() -> "typer.Typer":
         pad_to: Annotated[
             int | None, typer.Option(min=1, help="Pad every batch to so many tokens.", show_default="the longest row's")
         ] = None,
+        max_length: Annotated[
+            int | None, typer.Option(min=1, help="Cut longer prompts to so many tokens.", show_default="none is cut")
+        ] = None,
         max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
         seed: Annotated[int, typer.Option(help="Of shuffling and of the bootstrap.")] = 0,
         threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")] = None,
@@ -168,6 +171,7 @@ def build() -> "typer.Typer":
             "attentions": attention or None,
             "order": order,
             "pad_to": pad_to,
+            "max_length": max_length,
             "max_new_tokens": max_new_tokens,
             "seed": seed,
         }

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .decoder import pack, unpack, wants_dict
-from .rows import Rows
+from .rows import IGNORED, Rows
 
 
 def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -23,6 +24,10 @@ def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: di
 
     ``labels`` at padding and at the first real token of each row are ignored: nothing real comes before them. So a
     batch padded on the left and one padded on the right are the same computation.
+
+    With ``logits_to_keep`` besides, the loss is over all labels as ever (transformers has no meaning for both), but
+    logits are made only where a label is predicted from and where they are kept: training that reads nothing but the
+    loss makes none of a prompt's. Finding those places costs another host synchronisation.
     """
     if arguments.get("padding_free") is not None:  # a forward that stands around this one has come through it
         return inner(**arguments)
@@ -36,13 +41,21 @@ def padding_free_causal_lm(module: Any, inner: Callable[..., Any], arguments: di
     if labels is not None:
         if labels.shape != rows.back.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}, the input has {tuple(rows.back.shape)}")
-        arguments["labels"] = rows.strip_labels(labels)
+        labels = arguments["labels"] = rows.strip_labels(labels)
     slots = _kept_slots(rows, own.get("logits_to_keep", 0))
+    targets = 0  # logits that are there for the loss alone
     if slots is not None:
-        arguments["logits_to_keep"] = rows.kept(slots)
+        kept = rows.kept(slots)
+        if labels is not None:
+            following = F.pad(labels[0, 1:], (0, 1), value=IGNORED)
+            predicting = (following != IGNORED).nonzero()[:, 0]
+            targets = len(predicting)
+            arguments["shift_labels"] = F.pad(following[predicting], (0, len(kept)), value=IGNORED)[None]
+            kept = torch.cat([predicting.to(kept.device), kept])
+        arguments["logits_to_keep"] = kept
     return_dict = arguments.pop("return_dict", None)
     outputs = unpack(module, inner(**arguments, return_dict=True), call)
-    outputs["logits"] = rows.restore(outputs["logits"], slots)
+    outputs["logits"] = rows.restore(outputs["logits"][:, targets:], slots)
     return outputs if wants_dict(module, return_dict) else outputs.to_tuple()
 
 
@@ -52,7 +65,7 @@ def positions_causal_lm(module: Any, inner: Callable[..., Any], arguments: dict[
     labels, mask = arguments.get("labels"), arguments.get("attention_mask")
     if labels is not None and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == labels.shape:
         real = mask.to(labels.device) != 0
-        arguments["labels"] = labels.masked_fill(~real | (real.cumsum(1) == 1), -100)
+        arguments["labels"] = labels.masked_fill(~real | (real.cumsum(1) == 1), IGNORED)
     return inner(**arguments)
 
 

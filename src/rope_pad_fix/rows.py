@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+IGNORED = -100  # a label that is no target
+
 
 @dataclass(frozen=True)
 class Run:
@@ -227,13 +229,13 @@ class Rows:
         flat = position_ids.expand(shape).flatten(-2)
         return flat.index_select(-1, self._slots.to(flat.device)).unsqueeze(-2)
 
-    def strip_labels(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    def strip_labels(self, labels: Tensor) -> Tensor:
         """``[B, L]`` to ``[1, W]``; the first token of each row is ignored, for nothing comes before it; so are
         tokens of no row and entries that follow the packed tokens."""
         ignored = F.pad(self.columns == 0, (0, self.width - self.total), value=True).to(labels.device)
-        packed = self.strip(labels).masked_fill(ignored, ignore_index)
+        packed = self.strip(labels).masked_fill(ignored, IGNORED)
         if self.held is not None:
-            packed = torch.cat([packed, packed.new_full((1, self.batch_size), ignore_index)], 1)
+            packed = torch.cat([packed, packed.new_full((1, self.batch_size), IGNORED)], 1)
         return packed
 
     def positions(self) -> Tensor:

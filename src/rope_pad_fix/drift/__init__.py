@@ -3,9 +3,10 @@
 Needs the extra ``rope-pad-fix[drift]``.
 """
 
+from ..errors import InputError
 from .diagnose import Diagnosis, Factor, diagnose
 from .measure import measure
-from .results import Cell, ChangedRow, Difference, InputError, Report, Setting
+from .results import Cell, ChangedRow, Difference, Report, Setting
 
 __all__ = [
     "Cell",

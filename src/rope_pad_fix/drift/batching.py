@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .results import InputError
+from ..errors import InputError
 
 ORDERS = ("given", "sorted", "shuffled", "equal")
 PADDINGS = ("left", "right")

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..demo import quiet, threads_set
+from ..errors import InputError
 from .data import load_examples
 from .diagnose import diagnose, show
 from .measure import measure
 from .processes import state
 from .report import comparison, exceeding, read, table, write
-from .results import InputError
 from .source import Source
 
 INTERRUPTED = 130  # as shells report SIGINT

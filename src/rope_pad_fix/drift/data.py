@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -13,7 +14,7 @@ from typing import Any
 
 import datasets
 
-from .results import InputError
+from ..errors import InputError
 
 Row = Mapping[str, Any]
 
@@ -66,14 +67,11 @@ def load_examples(
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
     name = str(source) if isinstance(source, (str, Path)) else "data"
-    with _rows(source, split) as rows:
-        examples = []
-        for number, row in enumerate(rows):
-            if limit is not None and number == limit:
-                break
-            if not isinstance(row, Mapping):
-                raise InputError(f"{name}, row {number}: expected an object, got {type(row).__name__}")
-            where = f"{name}, row {number}"
+    examples = []
+    with rows_of(source, split) as rows:
+        for where, row in itertools.islice(rows, limit):
+            if isinstance(row, InputError):
+                raise row
             if prompt not in row and messages in row:
                 text, references = _chat(row[messages], tokenizer, where)
             else:
@@ -91,7 +89,26 @@ def load_examples(
 
 
 @contextmanager
-def _rows(source: str | Path | Iterable[Row], split: str) -> Iterator[Iterable[Row]]:
+def rows_of(source: str | Path | Iterable[Row], split: str) -> Iterator[Iterator[tuple[str, Row | InputError]]]:
+    """The rows of a source as in `load_examples`, each with its place in words; one that is no object, or a line that
+    is no JSON, is the error that says so, for the caller to raise or to count.
+
+    Raises:
+        InputError: the source as a whole cannot be read.
+    """
+    name = str(source) if isinstance(source, (str, Path)) else "data"
+    with _raw(source, split) as found:
+        yield (_placed(f"{name}, row {number}", row) for number, row in enumerate(found))
+
+
+def _placed(where: str, row: Any) -> tuple[str, Row | InputError]:
+    if not isinstance(row, (Mapping, InputError)):
+        row = InputError(f"{where}: expected an object, got {type(row).__name__}")
+    return where, row
+
+
+@contextmanager
+def _raw(source: str | Path | Iterable[Row], split: str) -> Iterator[Iterable[Any]]:
     if not isinstance(source, (str, Path)):
         yield source
         return
@@ -158,7 +175,10 @@ def _reason(error: BaseException) -> str:
 def _json_lines(path: Path) -> Iterator[Any]:
     for number, line in enumerate(_text(path).split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
         if line.strip():
-            yield _parsed(line, f"{path}, line {number}")
+            try:
+                yield _parsed(line, f"{path}, line {number}")
+            except InputError as error:
+                yield error
 
 
 def _text(path: Path) -> str:
@@ -209,12 +229,34 @@ def _choices(row: Row, column: str | None, where: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _chat(value: Any, tokenizer: Any, where: str) -> tuple[str, tuple[str, ...]]:
+def chat_turns(value: Any, tokenizer: Any, where: str) -> list[Row]:
+    """The turns of a chat, for a tokenizer that has a template.
+
+    Raises:
+        InputError: it is no chat, or there is no template.
+    """
     turns = list(value) if isinstance(value, (list, tuple)) else []
     if not turns or not all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in turns):
         raise InputError(f'{where}: a chat must be a list of objects with "role" and "content"')
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError(f"{where}: it is a chat, and the tokenizer has no chat template: give prompts instead")
+    return turns
+
+
+def chat_text(turns: Sequence[Row], tokenizer: Any, where: str, answering: bool) -> str:
+    """Turns as the tokenizer's chat template writes them; ``answering`` opens the assistant's next one.
+
+    Raises:
+        InputError: the template does not take them.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answering))
+    except Exception as error:  # whatever the template raises
+        raise InputError(f"{where}: the chat template does not take this chat: {_reason(error)}") from error
+
+
+def _chat(value: Any, tokenizer: Any, where: str) -> tuple[str, tuple[str, ...]]:
+    turns = chat_turns(value, tokenizer, where)
     answers: tuple[str, ...] = ()
     if turns[-1]["role"] == "assistant":
         answer, turns = turns[-1]["content"], turns[:-1]
@@ -223,7 +265,4 @@ def _chat(value: Any, tokenizer: Any, where: str) -> tuple[str, tuple[str, ...]]
         answers = (answer,)
     if not turns:
         raise InputError(f"{where}: a chat needs a turn before the answer")
-    try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), answers
-    except Exception as error:  # whatever the template raises
-        raise InputError(f"{where}: the chat template does not take this chat: {_reason(error)}") from error
+    return chat_text(turns, tokenizer, where, True), answers

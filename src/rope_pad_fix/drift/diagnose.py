@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from ..decoder import CACHE_NAMES
 from ..deterministic import GREEDY, deterministic, deterministic_algorithms, evaluation, full_precision
-from ..errors import UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
 from ..patching import DEFAULT_LEVEL, ROPE_BY_LENGTH, applied, rope_type
 from ..rows import position_ids as positions_of
 from ..verify import Difference, parting
-from .results import InputError
 from .usage import Usage, guessed, laid, of_batch, of_prompts, pad_token, special_tokens
 
 VERDICTS = ("mask", "positions", "sampling", "device", "rounding", "none")

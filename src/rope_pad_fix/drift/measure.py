@@ -22,7 +22,9 @@ from torch import nn
 
 from ..deterministic import evaluation
 from ..environment import environment
-from ..errors import UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
+from ..loading import DTYPES
+from ..padding import prompt_ids
 from ..patching import LEVELS, apply, remove, status
 from . import processes
 from .batching import ORDERS, PADDINGS, batches
@@ -30,9 +32,9 @@ from .data import Example, load_examples
 from .metrics import Task, drift_interval
 from .metrics import task as task_named
 from .processes import gathered
-from .results import EXAMPLES, STOCK, Cell, ChangedRow, Difference, InputError, Report, Setting
+from .results import EXAMPLES, STOCK, Cell, ChangedRow, Difference, Report, Setting
 from .running import Answer, Compared, Item, Runner, Sums, watched
-from .source import DTYPES, Source
+from .source import Source
 from .store import Lone, Store
 
 PATHS = ("ids", "embeds")
@@ -61,8 +63,10 @@ def measure(
     paths: Sequence[str] = ("ids",),
     order: str = "given",
     pad_to: int | None = None,
+    max_length: int | None = None,
     max_new_tokens: int = 32,
     seed: int = 0,
+    name: str | None = None,
     output: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -87,8 +91,10 @@ def measure(
         paths: ``"ids"``, ``"embeds"``, or both.
         order: of rows in batches: ``"given"``, ``"sorted"``, ``"shuffled"``, or ``"equal"`` lengths only.
         pad_to: pad every batch to so many tokens.
+        max_length: tokens of a prompt at most; a longer one is cut on the tokenizer's truncation side.
         max_new_tokens: of each answer.
         seed: of shuffling and of the bootstrap.
+        name: of the model, for the report; by default what it was given as, or its class.
         output: a directory for finished cells. With the same settings, a later call goes on there.
         progress: called with what is being run, and how many of how many steps are done.
 
@@ -103,8 +109,13 @@ def measure(
     _check("paths", paths, PATHS)
     _check("dtypes", DTYPES if dtypes is None else dtypes, DTYPES)
     _check("order", (order,), ORDERS)
-    for name, number in (("max_new_tokens", max_new_tokens), *(("batch_sizes", n) for n in batch_sizes)):
-        if number < 1:
+    numbers = [
+        ("max_new_tokens", max_new_tokens),
+        ("max_length", max_length),
+        *(("batch_sizes", n) for n in batch_sizes),
+    ]
+    for name, number in numbers:
+        if number is not None and number < 1:
             raise InputError(f"{name} must be at least 1, got {number}")
     scoring = task_named(task)
     if scoring.by_likelihood and choices is None:
@@ -136,11 +147,11 @@ def measure(
             dict.fromkeys(batch_sizes),
         )
     ]
-    measurement = _Measurement(scoring, examples, source, order, pad_to, max_new_tokens, seed)
+    measurement = _Measurement(scoring, examples, source, order, pad_to, max_length, max_new_tokens, seed)
     store = Store(None if output is None else Path(output), measurement.fingerprint())
     cells = measurement.cells(wanted, store, progress or (lambda what, done, total: None))
     return Report(
-        model=source.name,
+        model=name or source.name,
         data=data if isinstance(data, str) else str(data) if isinstance(data, Path) else f"{len(examples)} rows",
         task=task,
         metrics=list(scoring.metrics),
@@ -211,12 +222,14 @@ class _Measurement:
         source: Source,
         order: str,
         pad_to: int | None,
+        max_length: int | None,
         max_new_tokens: int,
         seed: int,
     ) -> None:
         self.scoring, self.examples, self.source = scoring, examples, source
-        self.order, self.pad_to, self.max_new_tokens, self.seed = order, pad_to, max_new_tokens, seed
-        self.prompts = [self._encode(example.prompt) for example in examples]
+        self.order, self.pad_to, self.max_length = order, pad_to, max_length
+        self.max_new_tokens, self.seed = max_new_tokens, seed
+        self.prompts = [prompt_ids(source.tokenizer, example.prompt, max_length) for example in examples]
         self.references = [list(example.references) for example in examples]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -229,6 +242,7 @@ class _Measurement:
             "task": self.scoring.name,
             "order": self.order,
             "pad_to": self.pad_to,
+            "max_length": self.max_length,
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
             "environment": {name: value for name, value in environment().items() if name != "date"},
@@ -393,15 +407,6 @@ class _Measurement:
 
     def _chosen(self, row: int, scores: list[float]) -> str:
         return self.examples[row].choices[max(range(len(scores)), key=scores.__getitem__)]
-
-    def _encode(self, prompt: str) -> list[int]:
-        ids: list[int] = self.source.tokenizer(prompt).input_ids
-        begin = self.source.tokenizer.bos_token_id
-        if begin is not None and ids[:2] == [begin, begin]:  # a chat template has written one already
-            ids = ids[1:]
-        if not ids:
-            raise InputError(f"a prompt has no tokens: {prompt!r}")
-        return ids
 
     def _continuation(self, text: str) -> list[int]:
         ids: list[int] = self.source.tokenizer(text, add_special_tokens=False).input_ids

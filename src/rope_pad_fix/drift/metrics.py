@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap
 from sklearn.metrics import f1_score
 
-from .results import InputError
+from ..errors import InputError
 
 Tallies = NDArray[np.float64]
 _CHINESE = r"[⺀-鿿豈-﫿\U00020000-\U0003ffff]"

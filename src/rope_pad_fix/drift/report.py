@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..demo import parting
+from ..errors import InputError
 from ..storage import write_atomically
 from .plots import plots
-from .results import Cell, InputError, Report
+from .results import Cell, Report
 
 CAPTIONS = {
     "scores.png": "Score of each cell, one row at a time and in batches",

@@ -11,12 +11,10 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..errors import InputError
+
 SCHEMA_VERSION = 1
 STOCK = "stock"  # the level of a model that is run unpatched
-
-
-class InputError(ValueError):
-    """Something the caller can put right; the message is one line that says what, where, and how."""
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .. import smollm2
+from ..errors import InputError
+from ..loading import DTYPES, load_model, load_tokenizer
 from .processes import device
-from .results import InputError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMOLLM2 = "smollm2"  # in place of a path: the model of `rope_pad_fix.smollm2`
-
-Result = TypeVar("Result")
 
 
 class Source:
@@ -40,7 +32,7 @@ class Source:
                 raise InputError("a model object needs its tokenizer: pass tokenizer")
             self.tokenizer = tokenizer
         else:
-            self.tokenizer = tokenizer or self._loaded(self._load_tokenizer)
+            self.tokenizer = tokenizer or load_tokenizer(model)
         if self.pad is None:
             raise InputError("the tokenizer has neither a pad token nor an end-of-sequence token: set pad_token")
         first = self.model(None)
@@ -65,31 +57,8 @@ class Source:
             return copy.deepcopy(self.given).to(wanted)
         if self._last is None or wanted not in (None, self._last.dtype):
             self._last = None  # so that there are never two
-            self._last = self._loaded(lambda: self._load_model(wanted or "auto")).to(device()).eval()
+            self._last = load_model(self.given, wanted or "auto").to(device()).eval()
         return self._last
-
-    def _load_model(self, dtype: Any) -> Any:
-        if self.given == SMOLLM2:
-            return smollm2.load(torch.float32 if dtype == "auto" else dtype)[0]
-        return AutoModelForCausalLM.from_pretrained(**self._place(), dtype=dtype)
-
-    def _load_tokenizer(self) -> Any:
-        if self.given == SMOLLM2:
-            return AutoTokenizer.from_pretrained(smollm2.checkpoint())
-        return AutoTokenizer.from_pretrained(**self._place())
-
-    def _place(self) -> dict[str, Any]:
-        path = Path(str(self.given))
-        if path.suffix == ".gguf":
-            return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        return {"pretrained_model_name_or_path": str(self.given)}
-
-    def _loaded(self, load: Callable[[], Result]) -> Result:
-        try:
-            return load()
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise InputError(f"{self.given}: cannot be loaded as a causal language model: {reason}") from error
 
 
 def _digest(model: nn.Module) -> str:

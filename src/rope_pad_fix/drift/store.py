@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
 from ..storage import write_atomically
 from .processes import state
-from .results import Cell, InputError, Setting, cell_from
+from .results import Cell, Setting, cell_from
 
 _SETTINGS = "settings.json"
 

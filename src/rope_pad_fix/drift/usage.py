@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..rows import position_ids as positions_of
-from .results import InputError
 
 
 @dataclass(frozen=True, eq=False)
