@@ -10,6 +10,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # OpenMP threads that spin while w
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Glm4Config,
     Glm4ForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     MixtralForSequenceClassification,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
@@ -87,6 +89,19 @@ def tiny(family="llama", head="causal_lm", dtype=torch.float32, attention="sdpa"
         model.generation_config.eos_token_id = None
     model.set_attn_implementation(attention)
     return model.to(dtype).eval()
+
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+WORDS += ("plus", "minus", "times", "is", "what", "how", "many")
+
+
+def words_tokenizer():
+    """A tokenizer of whole words, whose pad token is its end of sequence, 2."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def ragged(lengths=(5, 23, 40), seed=0, vocabulary=128):

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 
 import rope_pad_fix
 
-from .conftest import FAMILIES, LAYOUTS, batch, ragged, tiny
+from .conftest import FAMILIES, LAYOUTS, MIXTURES, batch, ragged, tiny
 
 
 def gradients(model, layout, rows=None, embeds=False, **kwargs):
@@ -122,3 +122,39 @@ def test_no_gradient_reaches_the_pad_embedding():
     model.lm_head.weight.requires_grad_(False)
     gradients(model, "left")
     assert not row.weight.grad[0].any()
+
+
+@pytest.mark.parametrize("level", ["padding_free", "batch_invariant"])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_logits_only_where_labels_are_predicted_from(family, level):
+    """With logits_to_keep the loss is over all labels, which stock transformers has no meaning for."""
+    model = tiny(family).train()
+    ids, mask = batch(ragged(), "left")
+    labels = ids.masked_fill(mask.cumsum(1) <= 3, -100)  # a prompt of three tokens in each row
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    with pytest.raises((ValueError, RuntimeError)):
+        model(**inputs, logits_to_keep=1)
+    rope_pad_fix.apply(model, level)
+    made = []
+    model.lm_head.register_forward_hook(lambda module, given, output: made.append(output.shape[1]))
+    outcomes = []
+    for options in ({}, {"logits_to_keep": 1}):
+        model.zero_grad()
+        output = model(**inputs, **options)
+        output.loss.backward()
+        outcomes.append((output, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    (whole, gradients), (short, others) = outcomes
+    assert torch.allclose(short.loss, whole.loss, rtol=1e-6)
+    for one, other in zip(others, gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    assert short.logits.shape == (3, 1, 128)
+    assert (short.logits - whole.logits[:, -1:]).abs().max() < 1e-4
+    targets = int((labels != -100).sum())
+    assert made[0] >= int(mask.sum())
+    assert made[1] == targets + 3
+
+
+def test_logits_to_keep_leaves_the_sides_equal():
+    model = rope_pad_fix.apply(tiny().train())
+    left, right = (gradients(model, side, logits_to_keep=1) for side in ("left", "right"))
+    assert equal(left, right)

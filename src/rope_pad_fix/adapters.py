@@ -61,7 +61,7 @@ def load_adapter(
     else:
         scheme.check(tokenizer)
     if base_model is None:
-        if named is None:
+        if not named:
             raise InputError(f"{directory}: the adapter names no base model: pass base_model")
         base_model = named
     base = base_model if isinstance(base_model, nn.Module) else load_model(base_model, dtype)

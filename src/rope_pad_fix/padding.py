@@ -93,6 +93,7 @@ class PaddingScheme:
                 "the tokenizer: use the tokenizer that was saved with the scheme"
             )
         tokenizer.padding_side, tokenizer.truncation_side, tokenizer.pad_token = self.side, self.truncation_side, token
+        tokenizer.init_kwargs |= {"padding_side": self.side, "truncation_side": self.truncation_side}  # what it saves
         return tokenizer
 
     def check(self, tokenizer: Any) -> None:

@@ -109,14 +109,11 @@ def measure(
     _check("paths", paths, PATHS)
     _check("dtypes", DTYPES if dtypes is None else dtypes, DTYPES)
     _check("order", (order,), ORDERS)
-    numbers = [
-        ("max_new_tokens", max_new_tokens),
-        ("max_length", max_length),
-        *(("batch_sizes", n) for n in batch_sizes),
-    ]
-    for name, number in numbers:
-        if number is not None and number < 1:
-            raise InputError(f"{name} must be at least 1, got {number}")
+    numbers = {"max_new_tokens": [max_new_tokens], "batch_sizes": batch_sizes, "max_length": [max_length]}
+    for argument, values in numbers.items():
+        for value in values:
+            if value is not None and value < 1:
+                raise InputError(f"{argument} must be at least 1, got {value}")
     scoring = task_named(task)
     if scoring.by_likelihood and choices is None:
         raise InputError(f"task {task!r} needs the column of the choices: pass choices")

@@ -54,7 +54,7 @@ def write_card(
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {directory.name}",
-        f"{'An adapter of' if adapter else 'Fine-tuned from'} `{base}`, trained with the padding scheme it is to be run "
+        f"{'An adapter of' if adapter else 'Fine-tuned from'} `{base}`, trained with the padding scheme to run it "
         "with.",
         "## How to load it",
         f"```python\n{imports}\n\n{loading}\n"
