@@ -171,16 +171,21 @@ def test_killed_and_resumed(command, start, tmp_path):
 
 def test_two_processes_train_the_same_adapter(command, start, tmp_path):
     """With the same global batch; gradients are summed in another order."""
-    one = start("one")
+    options = ["--task", "squad", "--eval-file", tmp_path / "rows.jsonl", "--drift-rows", 3]
+    one = start("one", *options)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
     launch += ["--multi_gpu", "train/finetune.py"]  # without GPUs that is two processes on the CPU, by gloo
-    run = [*launch, *command("two", "--per-device-train-batch-size", 2)]
+    run = [*launch, *command("two", *options, "--per-device-train-batch-size", 2)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     two = load_file(tmp_path / "two" / "adapter_model.safetensors")
     assert one.keys() == two.keys()
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-5
+    scores = [json.loads((tmp_path / name / "finetuning.json").read_text())["scores"] for name in ("one", "two")]
+    assert scores[0]["f1"] == scores[1]["f1"]
+    report = json.loads((tmp_path / "two" / "drift" / "report.json").read_text())
+    assert report["environment"]["processes"] == "2"
 
 
 def test_what_is_written_beside_the_adapter(start, tmp_path, model_directory, monkeypatch):
@@ -292,6 +297,7 @@ def test_other_errors_come_before_any_training(start, capsys, monkeypatch, tmp_p
         ("bad", ["--target-modules", "q_proj", "query"], ROWS, "no module query in the model, there are"),
         ("bad", ["--level", "best"], ROWS, "--level is 'best': choose one of positions, padding_free"),
         ("bad", ["--task", "bleu"], ROWS, "unknown task 'bleu'"),
+        ("bad", ["--task", "choices"], ROWS, "--task choices compares log-likelihoods of choices"),
         ("bad", ["--load-in-4bit", "true"], ROWS, "need bitsandbytes"),
         ("bad", ["--early-stopping", 1], ROWS, "--early-stopping needs evaluations"),
         ("bad", ["--eval-share", 1], ROWS, "--eval-share is 1.0"),

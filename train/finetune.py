@@ -150,7 +150,6 @@ class Prepared:
     Attributes:
         train, evaluation: tokenised rows.
         asked: evaluation rows that have a prompt and an answer.
-        padding: share of pads, were the training rows batched as they come.
         bad, cut: rows skipped; prompts cut.
     """
 
@@ -336,6 +335,8 @@ def train(data: DataOptions, chosen: ModelOptions, padding: PaddingOptions, trai
     if padding.level not in (*LEVELS, NO_LEVEL):
         raise InputError(f"--level is {padding.level!r}: choose one of {', '.join((*LEVELS, NO_LEVEL))}")
     task = task_named(data.task)
+    if task.by_likelihood:
+        raise InputError(f"--task {data.task} compares log-likelihoods of choices: take classification, or text")
     directory = Path(training.output_dir)
     tokenizer = load_tokenizer(chosen.model)
     if tokenizer.eos_token_id is None:
@@ -435,7 +436,7 @@ def drift(
         model,
         rows,
         tokenizer,
-        data.task if not task_named(data.task).by_likelihood else "text",
+        data.task,
         levels=levels,
         max_length=scheme.max_length,
         max_new_tokens=data.max_new_tokens,

@@ -1,8 +1,7 @@
 """Batched inference with Hugging Face decoder models that gives what single inference gives."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .adapters import load_adapter
 from .deterministic import deterministic
 from .errors import InputError, UnsupportedCacheError, UnsupportedModelError
 from .families import Family, families, register
@@ -10,6 +9,9 @@ from .padding import PaddingScheme
 from .patching import Status, applied, apply, remove, status
 from .rows import position_ids
 from .verify import Verification, verify
+
+if TYPE_CHECKING:
+    from .adapters import load_adapter
 
 __all__ = [
     "Family",
@@ -33,9 +35,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``rope_pad_fix.drift``, when it is first asked for: it needs the extra's packages."""
-    if name == "drift":
+    """What is imported when it is first asked for: ``drift`` needs the extra's packages, ``load_adapter`` PEFT."""
+    if name in ("drift", "load_adapter"):
         import importlib
 
-        return importlib.import_module(".drift", __name__)
+        if name == "drift":
+            return importlib.import_module(".drift", __name__)
+        return importlib.import_module(".adapters", __name__).load_adapter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
