@@ -20,13 +20,12 @@ from torch import nn
 from .attention import base_implementation, config_view
 from .decoder import CACHE_NAMES, padding_free_decoder, positions_decoder
 from .errors import UnsupportedModelError
-from .families import families, find
+from .families import Family, Role, families, find
 from .heads import padding_free_causal_lm, padding_free_classifier, positions_causal_lm
 from .linear import PARTS, InvariantLinear, make_invariant, parts, tiles
 from .rows import position_ids
 
 Model = TypeVar("Model", bound=nn.Module)
-Role = Callable[[Any, Callable[..., Any], dict[str, Any]], Any]
 
 LEVELS: dict[str, dict[str, Role]] = {
     "positions": {"decoder": positions_decoder, "causal_lm": positions_causal_lm},
@@ -97,14 +96,15 @@ def apply(model: Model, level: str = DEFAULT_LEVEL) -> Model:
     targets = _targets(model, level)
     remove(model)
     for module, family, part in targets:
-        if part in LEVELS[level]:
-            module.__class__ = _patched_class(type(module), Patch(level, family, part))
+        if role := family.forwards.get(part, LEVELS[level].get(part)):
+            patch = Patch(level, family.name, part, role, tuple(family.methods.get(part, {}).items()))
+            module.__class__ = _patched_class(type(module), patch)
             _view_configs(module)
     if level == "batch_invariant":
         for module, family, _ in targets:
             for inner, part in list(parts(module)):
                 if _patch(inner) is None:
-                    inner.__class__ = _patched_class(type(inner), Patch(level, family, part))
+                    inner.__class__ = _patched_class(type(inner), Patch(level, family.name, part))
             make_invariant(module)
     return model
 
@@ -124,7 +124,7 @@ def remove(model: Model) -> Model:
             viewed = getattr(getattr(module, "config", None), "_viewed", None)
             if viewed is not None:
                 _set_configs(module, viewed)
-            module.__class__ = _unpatched_class(module)
+            module.__class__ = unpatched_class(module)
     return model
 
 
@@ -160,6 +160,8 @@ class Patch:
     level: str
     family: str
     part: str
+    role: Role | None = None  # None for the parts in `linear`
+    methods: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
 
 def _check_module(model: object) -> None:
@@ -171,27 +173,33 @@ def _patch(module: nn.Module) -> Patch | None:
     return cast("Patch | None", getattr(type(module), "_rope_pad_fix", None))
 
 
-def _targets(model: nn.Module, level: str) -> list[tuple[nn.Module, str, str]]:
+def _targets(model: nn.Module, level: str) -> list[tuple[nn.Module, Family, str]]:
     """The modules to patch, with family and part. Every check is made here, before anything is changed."""
     found = []
     for module in model.modules():
-        match = find(_unpatched_class(module))
+        match = find(unpatched_class(module))
         if match is not None:
-            found.append((module, match[0].name, match[1]))
-    decoders = [module for module, _, part in found if part == "decoder"]
+            found.append((module, *match))
+    decoders = [(module, family) for module, family, part in found if part == "decoder"]
     if not decoders and level == "positions":
         decoder = _any_decoder(model)
         if decoder is not None:
-            return [(decoder, _unpatched_class(decoder).__name__, "decoder")]
-    name = _unpatched_class(model).__name__
+            name = unpatched_class(decoder).__name__
+            return [(decoder, Family(name, decoders=(name,)), "decoder")]
+    name = unpatched_class(model).__name__
     if not decoders:
         known = ", ".join(family.name for family in families())
         works = 'level="positions" works'
         if _any_decoder(model) is None:
             works = "no level works: it has no decoder that takes attention_mask and position_ids from 0"
         raise UnsupportedModelError(f"{name} holds no decoder of a registered family ({known}); {works}")
-    if level != "positions":
-        for decoder in decoders:
+    for decoder, family in decoders:
+        if family.refuses is not None and (reason := family.refuses(decoder)):
+            raise UnsupportedModelError(f"{name} cannot be patched: {reason}")
+        if level not in family.levels:
+            works = " and ".join(f"level={level!r}" for level in family.levels)
+            raise UnsupportedModelError(f"{name} runs at {works}, not at {level!r}; {family.instead}")
+        if level != "positions":
             base_implementation(decoder.config)
             kind = rope_type(decoder.config)
             if kind in ROPE_BY_LENGTH:
@@ -215,7 +223,7 @@ def _any_decoder(model: nn.Module) -> nn.Module | None:
         get_decoder = getattr(module, "get_decoder", None)
         decoder = get_decoder() if callable(get_decoder) else None
         if isinstance(decoder, nn.Module):
-            parameters = _parameters(_unpatched_class(decoder))
+            parameters = _parameters(unpatched_class(decoder))
             if "attention_mask" in parameters and "position_ids" in parameters and not _counts_from_pad(decoder):
                 return decoder
     return None
@@ -250,7 +258,7 @@ def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
 
-def _unpatched_class(module: nn.Module) -> type[nn.Module]:
+def unpatched_class(module: nn.Module) -> type[nn.Module]:
     """A module's class without the patch, and without what another library has derived from the patched class."""
     for cls in type(module).__mro__:
         if "_rope_pad_fix" in vars(cls):
@@ -297,15 +305,15 @@ class _BoundForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:  # for `inspect.signature`; torch.compile cannot trace `update_wrapper`
-        return self.inner or _unpatched_class(self.module).forward.__get__(self.module)
+        return self.inner or unpatched_class(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a bound method: torch.compile would read it as `module.forward`, which is this.
-        inner = self.inner or functools.partial(_unpatched_class(self.module).forward, self.module)
+        inner = self.inner or functools.partial(unpatched_class(self.module).forward, self.module)
         patch = _patch(self.module)
         if patch is None:
             return inner(*args, **kwargs)
-        if patch.part in PARTS:
+        if patch.role is None:
             return PARTS[patch.part](inner, *args, **kwargs)
         names = self.module._parameter_names
         if len(args) > len(names):
@@ -313,7 +321,7 @@ class _BoundForward:
         arguments = dict(zip(names, args, strict=False))
         if doubled := arguments.keys() & kwargs.keys():
             raise TypeError(f"forward() got multiple values for argument {min(doubled)!r}")
-        return LEVELS[patch.level][patch.part](self.module, inner, arguments | kwargs)
+        return patch.role(self.module, inner, arguments | kwargs)
 
 
 def _patched_class(base: type[nn.Module], patch: Patch) -> type[nn.Module]:
@@ -332,6 +340,7 @@ def _patched_class(base: type[nn.Module], patch: Patch) -> type[nn.Module]:
     }
     if patch.part == "causal_lm" and hasattr(base, "_prepare_position_ids_for_generation"):
         members["_prepare_position_ids_for_generation"] = _positions_for_generation
+    members |= dict(patch.methods)
     return type(base.__name__, (base,), members)
 
 
@@ -340,20 +349,20 @@ def _positions_for_generation(self: Any, inputs_tensor: Any, model_kwargs: dict[
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         return position_ids(mask)
-    base: Any = _unpatched_class(self)
+    base: Any = unpatched_class(self)
     return base._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Pickling and copying go by the unpatched class and patch the new instance in the same way."""
     patch = cast(Patch, _patch(self))
-    base = _unpatched_class(self)
+    base = unpatched_class(self)
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     return _rebuild, (base, patch), state
 
 
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
-    base: Any = _unpatched_class(self)
+    base: Any = unpatched_class(self)
     base.__setstate__(self, state)
     _view_configs(self)  # the copied configuration is none
 

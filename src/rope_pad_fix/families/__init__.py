@@ -6,7 +6,12 @@ a base class's name, so nothing of transformers is imported before a model exist
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Role = Callable[[Any, Callable[..., Any], dict[str, Any]], Any]
+LEVELS = ("positions", "padding_free", "batch_invariant")
 
 
 @dataclass(frozen=True)
@@ -19,18 +24,29 @@ class Family:
         causal_lms: names of the classes that put a language-model head on such a decoder. A head that is not named
             still works on a patched decoder; it is then computed at padding, too.
         classifiers: names of the classes that pool the last token of each row.
+        levels: of `rope_pad_fix.apply` that run it.
+        forwards: for a part (``"decoder"``, ``"causal_lm"``, ``"classifier"``) the function
+            ``(module, inner forward, arguments by name)`` that runs in place of the level's own.
+        methods: for a part, methods that a patched module has besides ``forward``.
+        refuses: says of a decoder why it cannot be patched, or None.
+        instead: what to do for a level that does not run it.
     """
 
     name: str
     decoders: tuple[str, ...]
     causal_lms: tuple[str, ...] = ()
     classifiers: tuple[str, ...] = ()
+    levels: tuple[str, ...] = LEVELS
+    forwards: Mapping[str, Role] = field(default_factory=dict, repr=False, compare=False)
+    methods: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict, repr=False, compare=False)
+    refuses: Callable[[Any], str | None] | None = field(default=None, repr=False, compare=False)
+    instead: str = field(default="", repr=False, compare=False)
 
 
 def _builtin() -> dict[str, Family]:
-    from . import chatglm, llama, moe, qwen2
+    from . import chatglm, glm, llama, moe, qwen2
 
-    return {family.name: family for module in (llama, qwen2, chatglm, moe) for family in module.FAMILIES}
+    return {family.name: family for module in (llama, qwen2, glm, chatglm, moe) for family in module.FAMILIES}
 
 
 _registry = _builtin()  # the one registry of the library, like transformers' own of attention functions
@@ -50,6 +66,8 @@ def register(family: Family) -> None:
     """
     if not isinstance(family, Family):
         raise TypeError(f"family must be a rope_pad_fix.Family, got {type(family).__name__}")
+    if unknown := [level for level in family.levels if level not in LEVELS]:
+        raise ValueError(f"family {family.name!r} names unknown levels {unknown}: there are {', '.join(LEVELS)}")
     for part in ("decoders", "causal_lms", "classifiers"):
         if isinstance(getattr(family, part), str):  # a forgotten comma: every letter would be a name
             raise TypeError(f"{part} of family {family.name!r} must be a tuple of class names, got a string")
