@@ -13,7 +13,8 @@ demo: $(INSTALLED)
 finetune: $(INSTALLED)
 	test -f out/usaddress/test.jsonl || $(BIN)/python examples/data/usaddress.py --train out/usaddress/train.jsonl out/usaddress/test.jsonl
 	$(BIN)/python train/finetune.py --train-file out/usaddress/train.jsonl --eval-file out/usaddress/test.jsonl \
-		--task fields --max-new-tokens 72 --output-dir out/finetune $(if $(wildcard out/finetune/checkpoint-*),--resume)
+		--task fields --learning-rate 2e-3 --max-new-tokens 72 --output-dir out/finetune \
+		$(if $(wildcard out/finetune/checkpoint-*),--resume)
 
 test: quality
 	$(BIN)/python -m pytest

@@ -129,10 +129,46 @@ def checkpoint(directory: Path, version: str = "chatglm3", **changes: Any) -> Pa
     torch.save(weights, directory / "pytorch_model.bin")
     for file in ("configuration_chatglm.py", "modeling_chatglm.py", "quantization.py", "tokenization_chatglm.py"):
         shutil.copy(folder(version) / file, directory / file)
-    settings["auto_map"] = {
+    classes = {"AutoTokenizer": ["tokenization_chatglm.ChatGLMTokenizer", None]}
+    settings["auto_map"] = classes | {
         "AutoConfig": "configuration_chatglm.ChatGLMConfig",
         "AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration",
         "AutoModelForCausalLM": "modeling_chatglm.ChatGLMForConditionalGeneration",
     }
     (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = {
+        "tokenizer_class": "ChatGLMTokenizer",
+        "auto_map": {"AutoTokenizer": settings["auto_map"]["AutoTokenizer"]},
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     return directory
+
+
+TEXTS = (
+    "Hello, who are you?",
+    "one two three four five",
+    "今天天气很好，我们去公园玩。",
+    "Most of us sleep at night.",
+)
+
+
+def vocabulary(directory: Path) -> int:
+    """Train ``tokenizer.model``, a SentencePiece model of the kind ChatGLM2 and 3 have; the number of its pieces."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=380,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        minloglevel=2,
+    )
+    return int(sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).vocab_size())

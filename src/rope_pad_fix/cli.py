@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 if TYPE_CHECKING:
     import typer
 
+ROPE_SCALES = ("base", "positions")
 EXTRA = ("gguf", "jinja2", "matplotlib", "numpy", "psutil", "rich", "scipy", "sklearn", "typer")
 
 
@@ -224,6 +225,45 @@ def build() -> "typer.Typer":
             "generate": generate,
         }
         raise typer.Exit(command.examine(model, prompts or [], rows, dtype, threads, json, usage))
+
+    @app.command("convert-chatglm")
+    def convert_chatglm(
+        source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Directory of the checkpoint.")],
+        target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to write; must not exist.")],
+        rope_scales: Annotated[
+            str | None,
+            typer.Option(
+                metavar="WHAT",
+                help=f"What rope_ratio scales: {' or '.join(ROPE_SCALES)}.",
+                show_default="read in the model file beside the weights",
+            ),
+        ] = None,
+        verify: Annotated[
+            bool, typer.Option("--verify", help="Compare the logits of both; runs the checkpoint's own code.")
+        ] = False,
+        trust_remote_code: Annotated[
+            bool, typer.Option("--trust-remote-code", help="Allow that code to run: read it first.")
+        ] = False,
+    ) -> None:
+        """Convert a ChatGLM2, ChatGLM3 or GLM-4 checkpoint to transformers' GlmForCausalLM.
+
+        The converted model needs none of the checkpoint's code, and every level runs it.
+        """
+        if rope_scales is not None:
+            _check("--rope-scales", rope_scales, ROPE_SCALES)
+
+        def work() -> int:
+            from .chatglm import convert
+
+            options: dict[str, Any] = {
+                "rope_scales": rope_scales,
+                "verify": verify,
+                "trust_remote_code": trust_remote_code,
+            }
+            print(f"Written: {convert(source, target, **options)}")
+            return 0
+
+        raise typer.Exit(command.guarded(work, "interrupted; nothing was written"))
 
     return app
 

@@ -29,6 +29,7 @@ def load_model(name: str | Path, dtype: torch.dtype | str = "auto", **options: A
     Raises:
         InputError: it cannot be loaded.
     """
+    options = {"trust_remote_code": False} | options  # said, so that transformers does not ask
     return _loaded(name, lambda: AutoModelForCausalLM.from_pretrained(**_place(name), dtype=dtype, **options))
 
 
@@ -38,7 +39,7 @@ def load_tokenizer(name: str | Path) -> Any:
     Raises:
         InputError: it cannot be loaded.
     """
-    return _loaded(name, lambda: AutoTokenizer.from_pretrained(**_place(name)))
+    return _loaded(name, lambda: AutoTokenizer.from_pretrained(**_place(name), trust_remote_code=False))
 
 
 def _place(name: str | Path) -> dict[str, str]:
@@ -52,5 +53,10 @@ def _loaded(name: str | Path, load: Callable[[], Result]) -> Result:
     try:
         return load()
     except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{name}: this model runs Python files of its checkpoint, which we never switch on: read them, load it "
+                "with trust_remote_code=True and pass the model; for ChatGLM see rope_pad_fix.chatglm, which needs none"
+            ) from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(f"{name}: cannot be loaded as a causal language model: {reason}") from error

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import safe_open
@@ -260,7 +260,7 @@ def _glm_config(settings: dict[str, Any], directory: Path, rope_scales: Scaling 
 
 def _rope(ratio: float, directory: Path, scales: Scaling | None) -> dict[str, Any]:
     """The rotary arguments of ``GlmConfig``, in the form that every release takes."""
-    if scales not in (None, "base", "positions"):
+    if scales not in (None, *get_args(Scaling)):
         raise InputError(f"rope_scales is {scales!r}: it must be 'base' or 'positions'")
     if ratio == 1:
         return {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..decoder import CACHE_NAMES
 from ..families import chatglm as remote
@@ -123,6 +123,8 @@ class Compat:
             self._set(cls, "__init__", _with_vocabulary(self._own(cls, "__init__")))
         if "_pad" in vars(cls):
             self._set(cls, "_pad", _pad)
+        if not hasattr(cls, "batch_encode_plus"):
+            self._set(cls, "batch_encode_plus", _batch_encode_plus)
 
 
 def _is_remote(cls: type) -> bool:
@@ -152,6 +154,8 @@ def _with_max_length(init: Callable[..., None]) -> Callable[..., None]:
         finally:
             if missing:
                 del config.max_length
+        if missing and getattr(self, "generation_config", None) is not None:
+            self.generation_config.max_length = GenerationConfig().max_length
 
     return wrapped
 
@@ -245,3 +249,12 @@ def _pad(self: Any, encoded_inputs: Any, *args: Any, **kwargs: Any) -> Any:
     if not hasattr(self, "gmask_token"):  # ChatGLM-6B's are pairs, and found by its model
         padded["position_ids"] = position_ids(torch.tensor([mask]))[0].tolist()
     return padded
+
+
+def _batch_encode_plus(
+    self: Any, rows: Any, add_special_tokens: bool = True, padding: Any = False, return_tensors: Any = None, **_: Any
+) -> Any:
+    """What chats are encoded with: rows of ids, or pairs of them, that get their special tokens and padding."""
+    pairs = [row if isinstance(row, tuple) else (row, None) for row in rows]
+    encoded = [self.prepare_for_model(*pair, add_special_tokens=add_special_tokens) for pair in pairs]
+    return self.pad(encoded, padding=padding, return_tensors=return_tensors)

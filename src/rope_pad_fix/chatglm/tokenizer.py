@@ -17,15 +17,16 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import InputError
 
 VOCABULARY = "tokenizer.model"
-# zai-org/chatglm2-6b and chatglm3-6b, tokenization_chatglm.py
-_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+# zai-org/chatglm2-6b and chatglm3-6b, tokenization_chatglm.py. There the last two are "sop" and "eop" and never looked
+# for in a text; a fast tokenizer looks for its special tokens, and would find one in "people".
+_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>")
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _ROUNDS = (  # ChatGLM2's chats are plain text
-    "[gMASK]sop{% for message in messages %}{% if message.role == 'user' %}[Round {{ loop.index0 // 2 + 1 }}]\n\n"
+    "[gMASK]<sop>{% for message in messages %}{% if message.role == 'user' %}[Round {{ loop.index0 // 2 + 1 }}]\n\n"
     "问：{{ message.content }}\n\n答：{% else %}{{ message.content }}\n\n{% endif %}{% endfor %}"
 )
 _TURNS = (  # ChatGLM3's; each text is encoded by itself, so that a space stands before it
-    "[gMASK]sop{% for message in messages %}<|{{ message.role }}|>\n {{ message.content }}{% endfor %}"
+    "[gMASK]<sop>{% for message in messages %}<|{{ message.role }}|>\n {{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # zai-org/glm-4-9b, tokenization_chatglm.py
@@ -33,13 +34,13 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_PREFIXES = (("[gMASK]", "<sop>"), ("[gMASK]", "sop"))
+_PREFIX = ("[gMASK]", "<sop>")
 
 
 def fast_tokenizer(directory: Path, vocab_size: int | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of a ChatGLM2, ChatGLM3 or GLM-4 checkpoint, without its code.
 
-    It begins every text with ``[gMASK] sop`` and pads on the left, as the checkpoint's own does. Unlike that of
+    It begins every text with ``[gMASK] <sop>`` and pads on the left, as the checkpoint's own does. Unlike that of
     ChatGLM2 and 3 it reads special tokens that stand in the text, for chat templates.
 
     Args:
@@ -138,12 +139,11 @@ def _from_sentencepiece(content: bytes, vocab_size: int | None) -> tuple[Tokeniz
 
 
 def _begin_with_prefix(tokenizer: Tokenizer, eos: str) -> None:
-    prefix = next(tokens for tokens in _PREFIXES if all(tokenizer.token_to_id(token) is not None for token in tokens))
-    begin = " ".join(prefix)
+    begin = " ".join(_PREFIX)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A",
         pair=f"{begin} $A $B {eos}",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*prefix, eos)],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*_PREFIX, eos)],
     )
 
 

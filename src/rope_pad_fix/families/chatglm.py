@@ -27,7 +27,8 @@ class PrefixCache(tuple):  # type: ignore[type-arg]
 
     Attributes:
         context: ``[B]`` int64, where the row's answer begins, counted in real tokens.
-        anchor: ``[B]`` int64, the place that all tokens of the answer stand at: that of its mask token.
+        anchor: ``[B]`` int64, the place that all tokens of the answer stand at: that of its mask token. -1: they have
+            places of their own.
     """
 
     context: Tensor
@@ -97,16 +98,10 @@ def prepare_inputs_for_generation(
     cache: Any = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """What ``generate`` passes to the patched model: the 2-D mask, and positions only where the caller gave some.
-
-    Raises:
-        ValueError: ``inputs_embeds`` without a cache, or for ChatGLM-6B.
-    """
+    """What ``generate`` passes to the patched model: the 2-D mask, and positions only where the caller gave some."""
     past = own_cache(cache, past_key_values)
     prefix_lm = is_prefix_lm(self.transformer)
     inputs: dict[str, Any] = {"past_key_values": past, "attention_mask": attention_mask, "use_cache": use_cache}
-    if inputs_embeds is not None and use_cache is False:
-        raise ValueError("generate from inputs_embeds needs a cache: leave out use_cache=False")
     if inputs_embeds is not None and past is None:
         inputs["inputs_embeds"] = inputs_embeds
     else:
@@ -168,7 +163,7 @@ def prefix_positions(config: Any, mask: Tensor, context: Tensor, anchor: Tensor)
         ``[B, 2, S]`` int64, or ``[B, S]`` where ``config.position_encoding_2d`` is off.
     """
     count = positions_of(mask)
-    place = torch.where(count < context[:, None], count, anchor[:, None])
+    place = torch.where((count < context[:, None]) | (anchor < 0)[:, None], count, anchor[:, None])
     if not config.position_encoding_2d:
         return place
     return torch.stack([place, (count - context[:, None] + 1).clamp(min=0)], 1)
@@ -244,25 +239,23 @@ def answer_begins(config: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
             "tokenizer adds them"
         )
     if not config.position_encoding_2d:  # there a [gMASK] does not hold the places that follow it
-        context = torch.where(of_gmask, torch.full_like(context, mask.shape[1] + 2**31), context)
+        gmask = torch.full_like(gmask, -1)
     return context, torch.where(of_gmask, gmask, anchor)
 
 
 def _rotary(module: Any, arguments: dict[str, Any], mask: Tensor, past: int) -> None:
     """Complete the arguments of the later models."""
-    length = mask.shape[1] - past
-    positions = arguments.get("position_ids")
-    if positions is None:
-        positions = arguments["position_ids"] = positions_of(mask)[:, past:]
-    limit = int(module.seq_length)
-    given = "position_ids" if positions.shape[-1] != length else "the mask"
-    if mask.shape[1] > limit and int(positions.max()) >= limit:
+    given = arguments.get("position_ids")
+    positions = positions_of(mask)[:, past:] if given is None else given
+    arguments |= {"position_ids": positions, "attention_mask": None}
+    last, padded = torch.stack([positions.max(), (mask == 0).any().to(positions)]).tolist()
+    if last >= module.seq_length:
+        source = "the mask" if given is None else "position_ids"
         raise ValueError(
-            f"position {int(positions.max())}, from {given}, lies outside this model's {limit} (seq_length in its "
+            f"position {last}, from {source}, lies outside this model's {module.seq_length} (seq_length in its "
             "configuration): shorten the input"
         )
-    arguments["attention_mask"] = None
-    if bool((mask != 0).all()):
+    if not padded:
         return  # the code's own causal mask, and its faster attention
     real = mask != 0
     column = torch.arange(mask.shape[1], device=mask.device)
