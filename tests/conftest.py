@@ -10,6 +10,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # OpenMP threads that spin while w
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Glm4Config,
@@ -50,12 +51,24 @@ MIXTURES = {  # of experts
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, None),
 }
+if hasattr(transformers, "Glm4MoeLiteConfig"):  # keys and values from latents; not in transformers 4
+    MIXTURES["glm4_moe_lite"] = (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, None)
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXTURE_SIZES = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
     "qwen3_moe": {"num_experts": 4, **_EXPERTS},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS},
+    "glm4_moe_lite": {
+        "n_routed_experts": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        **_EXPERTS,
+    },
 }
 SIZES = {
     "vocab_size": 128,

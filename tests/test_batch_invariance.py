@@ -995,7 +995,7 @@ def test_sharing_is_tried_and_not_assumed(monkeypatch):
 
 def test_which_rows_share_a_call():
     def groups(lengths, rows=None):
-        runs = [Run(row, 1, n, i) for i, (row, n) in enumerate(zip(rows or range(9), lengths, strict=False))]
+        runs = [Run(row, 1, n, i, 0) for i, (row, n) in enumerate(zip(rows or range(9), lengths, strict=False))]
         return [[run.key_length for run in group.runs] for group in decoding.ragged_rows(runs, CPU)]
 
     assert groups([10, 20, 200, 190]) == [[10, 20, 200, 190]]

@@ -96,7 +96,8 @@ def row_attention(
 
     Args:
         query: ``[1, H, W, D]``, all rows' tokens.
-        key, value: ``[1, H_kv, W, D]``, or the `RowStates` that a cache returned.
+        key, value: ``[1, H_kv, W, D]``, or the `RowStates` that a cache returned, or ``[1, H_kv, K, D]`` that was
+            computed from them.
         attention_mask: the `MaskRecipe` of this layer.
         padding_free: the call. None in a call that was not packed (a four-dimensional mask), which runs as ever.
 
@@ -136,7 +137,8 @@ def _each_row(
     size = value.buffer.shape[-1] if isinstance(value, RowStates) else value.shape[-1]
     outputs = [query.new_empty(0, query.shape[1], size)]
     weights: list[Any] = []
-    for group in _groups(module, query, key, attention_mask, call, may_share(kwargs)):
+    share = isinstance(key, RowStates) and may_share(kwargs)
+    for group in _groups(module, query, key, attention_mask, call, share):
         q, k, v = query[:, :, group.tokens], _states(key, group), _states(value, group)
         if group.ragged:
             scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
@@ -184,7 +186,7 @@ def _states(states: Tensor | RowStates, group: Group) -> Tensor:
     """``[R, H_kv, length, D]``, a view."""
     if isinstance(states, RowStates):
         return states.buffer[group.rows, :, : group.length]
-    return states[:, :, group.tokens]
+    return states[:, :, group.keys]
 
 
 def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:

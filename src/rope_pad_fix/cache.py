@@ -7,11 +7,13 @@ them.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import UnsupportedCacheError
@@ -23,9 +25,32 @@ _REMEDY = 'use a DynamicCache, or rope_pad_fix.apply(model, level="positions"), 
 
 @dataclass(frozen=True, eq=False)
 class RowStates:
-    """Keys or values of every row: ``[B, H, capacity, D]``, the tokens of row ``b`` in its first places."""
+    """Keys or values of every row: ``[B, H, capacity, D]``, the tokens of row ``b`` in its first places.
+
+    Most models hand them on to their attention function. Whoever computes with them before that, as attention with
+    latent keys does to expand them, gets the tensor `packed`.
+    """
 
     buffer: Tensor
+    rows: Rows
+
+    @functools.cached_property
+    def packed(self) -> Tensor:
+        """``[1, H, K, D]``: the tokens of all rows that have one in this call, past and present, row by row."""
+        rows, columns = (index.to(self.buffer.device) for index in self.rows.key_index)
+        return self.buffer.transpose(1, 2)[rows, columns].transpose(0, 1)[None]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.packed, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.packed[index]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch: on the packed tensors."""
+        args, kwargs = tree_map_only(cls, lambda states: states.packed, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 class RowLayer(CacheLayerMixin):
@@ -72,7 +97,7 @@ class RowLayer(CacheLayerMixin):
         self.mask = rows.mask
         if not has_past:
             return keys, values
-        return RowStates(self.key_buffer), RowStates(self.value_buffer)
+        return RowStates(self.key_buffer, rows), RowStates(self.value_buffer, rows)
 
     def keep(self, mask: Tensor) -> None:
         """Drop the tokens at slots where ``mask`` (``[B, slots]`` bool) is False; the others close up."""

@@ -51,6 +51,12 @@ class Group:
         last = self.runs[-1]
         return slice(self.runs[0].start, last.start + last.query_length)
 
+    @property
+    def keys(self) -> slice:
+        """Of the packed tokens of past and present."""
+        last = self.runs[-1]
+        return slice(self.runs[0].key_start, last.key_start + last.key_length)
+
 
 def equal_rows(steps: list[Run], share: bool) -> list[Group]:
     """Groups of neighbouring rows with equal numbers of keys; of one row each unless they may ``share``."""

@@ -10,7 +10,6 @@ results are laid back into ``[B, L]``. Everything here is pure torch and knows n
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +27,7 @@ class Run:
     query_length: int  # tokens in this call
     key_length: int  # tokens in this call and before it
     start: int  # where it begins in the packed sequence
+    key_start: int  # and among the packed tokens of past and present
 
     @property
     def decodes(self) -> bool:
@@ -212,9 +212,19 @@ class Rows:
 
     def runs(self) -> list[Run]:
         """The rows that have a token in this call."""
-        starts = itertools.accumulate(self.lengths, initial=0)
-        rows = zip(itertools.count(), self.lengths, self.past_lengths, starts, strict=False)
-        return [Run(row, query, query + past, start) for row, query, past, start in rows if query]
+        found, start, key_start = [], 0, 0
+        for row, (query, past) in enumerate(zip(self.lengths, self.past_lengths, strict=True)):
+            if query:
+                found.append(Run(row, query, query + past, start, key_start))
+                start, key_start = start + query, key_start + query + past
+        return found
+
+    @functools.cached_property
+    def key_index(self) -> tuple[Tensor, Tensor]:
+        """``[K]`` int64 each: row, and place in it, of the tokens that the rows of this call attend to, row by row."""
+        device = self.index.device
+        rows = [torch.full((run.key_length,), run.row, device=device) for run in self.runs()]
+        return torch.cat(rows), torch.cat([torch.arange(run.key_length, device=device) for run in self.runs()])
 
     def strip(self, x: Tensor) -> Tensor:
         """``[B, L, ...]`` to the packed ``[1, W, ...]``; a view if nothing has to be left out or filled up."""

@@ -14,5 +14,6 @@ FAMILIES = tuple(
         ("qwen2_moe", "Qwen2Moe"),
         ("qwen3_moe", "Qwen3Moe"),
         ("glm4_moe", "Glm4Moe"),
+        ("glm4_moe_lite", "Glm4MoeLite"),
     )
 )
