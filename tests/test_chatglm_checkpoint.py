@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GlmForCausalLM
+from transformers.convert_slow_tokenizer import SpmConverter
 from typer.testing import CliRunner
 
 import rope_pad_fix
@@ -94,7 +95,8 @@ def test_shards_and_generation_config(tmp_path: Path) -> None:
     assert len(list(target.glob("model-*.safetensors"))) == 3
     converted = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert converted.dtype == torch.bfloat16
-    assert converted.config.rope_parameters["rope_theta"] == 10000 * 500
+    config = converted.config
+    assert getattr(config, "rope_parameters", {"rope_theta": getattr(config, "rope_theta", None)})["rope_theta"] == 5e6
     assert converted.generation_config.eos_token_id == [2, 5, 7]
     assert converted.generation_config.temperature == 0.8
     with compat():
@@ -249,6 +251,8 @@ class TestTokenizer:
 
     @pytest.mark.parametrize("version", ["chatglm2", "chatglm3"])
     def test_sentencepiece(self, version: str, tmp_path: Path) -> None:
+        if not hasattr(SpmConverter, "build_tokenizer_from_spm_proto"):
+            pytest.skip("this release of transformers cannot make the fast tokenizer")
         pieces = chatglm_code.vocabulary(tmp_path)
         own = pieces + (5 if version == "chatglm2" else 9)
         source = chatglm_code.checkpoint(tmp_path, version, padded_vocab_size=own)

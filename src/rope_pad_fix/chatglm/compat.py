@@ -104,6 +104,7 @@ class Compat:
     def _adapt_model(self, cls: Any) -> None:
         if not hasattr(cls, "all_tied_weights_keys"):
             self._set(cls, "all_tied_weights_keys", {})
+            self._set(cls, "_dynamic_tied_weights_keys", ["lm_head.weight"])  # to save ChatGLM-6B with release 4
         if "__init__" in vars(cls):
             self._set(cls, "__init__", _with_max_length(self._own(cls, "__init__")))
         if "_init_weights" in vars(cls):
@@ -211,10 +212,14 @@ def _prepare_prefix_lm(
 def _update_model_kwargs(
     self: Any, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool = False, **kwargs: Any
 ) -> dict[str, Any]:
-    """transformers' own, and the code's cache kept under the name whose value beam search reorders."""
+    """transformers' own; the positions counted on, which release 4 left to the code; and the code's cache kept under
+    the name whose value beam search reorders."""
+    before = model_kwargs.get("position_ids")
     updated: dict[str, Any] = GenerationMixin._update_model_kwargs_for_generation(
         self, outputs, model_kwargs, is_encoder_decoder, **kwargs
     )
+    if before is not None and updated["position_ids"] is before:
+        updated["position_ids"] = torch.cat([before, before[..., -1:] + 1], -1)
     if (past := outputs.get("past_key_values")) is not None:
         known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
         updated[next(name for name in CACHE_NAMES if name in known)] = past
