@@ -36,7 +36,9 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The pinned versions and the package in one go, so that pip takes no other torch than the pinned one.
+# deep_training carries the real code of ChatGLM-6B, 2 and 3 for the tests; what it depends on is not needed.
 $(INSTALLED): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[train]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -e '.[chatglm,train]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps deep_training==0.3.0
 	touch $@
