@@ -31,6 +31,15 @@ def test_inputs_embeds(smollm2_path):
     assert max(differences) < 1e-3
 
 
+def test_chatglm():
+    text = output("examples/chatglm.py")
+    assert "stock, padded on the right: 3 of 3" not in text
+    assert text.count("patched, padded on the left: 3 of 3") == text.count("patched, padded on the right: 3 of 3") == 1
+    assert "the gradients of both are equal bit for bit" in text
+    before, after = (float(part.split()[0]) for part in text.split("loss ")[2:])
+    assert after < before
+
+
 @pytest.mark.slow
 def test_batch_invariant_benchmark(smollm2_path):
     assert "| float32 | 2 | forward |" in output("benchmarks/batch_invariant.py", "--quick")
