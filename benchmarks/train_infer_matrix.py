@@ -39,7 +39,7 @@ SIDES = ("left", "right")
 BATCHES = (8, 32)
 NEW_TOKENS = 72
 ROWS = 64  # of the test data
-LEARNING_RATE = 2e-3  # as in `make finetune`: F1 above 0.8 after one pass
+LEARNING_RATE = 2e-3  # as in `make finetune`
 DTYPES_BY_TURNS = ("float32", "bfloat16")
 BEGIN, END = "<!-- written by benchmarks/train_infer_matrix.py -->", "<!-- to here -->"
 
@@ -55,6 +55,7 @@ class Run:
 
     @property
     def adapter(self) -> str:
+        """The directory that it is trained in."""
         return f"{self.level}-{self.side}-seed{self.seed}"
 
     def __str__(self) -> str:
@@ -110,7 +111,8 @@ def perform(run: Run, work: Path) -> None:
         subprocess.run(list(map(str, command)), check=True)
     record = json.loads((directory / "finetuning.json").read_text(encoding="utf-8"))
     weights = hashlib.sha256((directory / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
-    same = next((other for other, kept in finished() if (other.dtype, kept["weights"]) == (run.dtype, weights)), None)
+    mine = (run.dtype, weights)
+    same = next((other for other, found in finished() if (other.dtype, found["weights"]) == mine), None)
     kept = {"weights": weights, "training": record["facts"], "minutes": round((time.time() - began) / 60, 1)}
     if same is None:
         model, tokenizer = rope_pad_fix.load_adapter(SMOLLM2, directory, dtype=DTYPES[run.dtype])

@@ -257,6 +257,8 @@ class TestTokenizer:
         own = pieces + (5 if version == "chatglm2" else 9)
         source = chatglm_code.checkpoint(tmp_path, version, padded_vocab_size=own)
         converted = convert(source, tmp_path / "target")
+        settings = json.loads((converted / "tokenizer_config.json").read_text(encoding="utf-8"))
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 has no TokenizersBackend
         fast = AutoTokenizer.from_pretrained(converted)
         assert (len(fast), fast.padding_side, fast.eos_token_id, fast.pad_token_id) == (own, "left", 2, 0)
         with compat():

@@ -298,6 +298,11 @@ def test_importing_the_library_imports_no_model():
     assert set(models) <= {"transformers.models.auto.modeling_auto"}  # only a table of names
 
 
+def test_what_is_imported_when_it_is_asked_for():
+    code = "import rope_pad_fix; print(rope_pad_fix.chatglm.convert, rope_pad_fix.load_adapter)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # --- applied -------------------------------------------------------------------------------------------------------
 
 

@@ -35,11 +35,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for: ``drift`` needs the extra's packages, ``load_adapter`` PEFT."""
-    if name in ("drift", "load_adapter"):
+    """What is imported when it is first asked for: ``chatglm`` imports models, ``drift`` needs the extra's packages,
+    ``load_adapter`` PEFT."""
+    if name in ("chatglm", "drift", "load_adapter"):
         import importlib
 
-        if name == "drift":
-            return importlib.import_module(".drift", __name__)
+        if name != "load_adapter":
+            return importlib.import_module(f".{name}", __name__)
         return importlib.import_module(".adapters", __name__).load_adapter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

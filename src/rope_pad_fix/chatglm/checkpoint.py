@@ -26,7 +26,7 @@ from transformers import AutoModel, GenerationConfig, GlmConfig, GlmForCausalLM
 from ..errors import InputError, UnsupportedModelError
 from ..patching import DEFAULT_LEVEL, apply
 from .compat import compat
-from .tokenizer import VOCABULARY, fast_tokenizer
+from .tokenizer import VOCABULARY, fast_tokenizer, save_tokenizer
 
 Scaling = Literal["base", "positions"]
 
@@ -138,7 +138,7 @@ def convert(
         source.config.save_pretrained(new)
         source.generation_config().save_pretrained(new)
         if (tokenizer := source.tokenizer()) is not None:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(tokenizer, new)
         if verify:
             _verify(source.directory, new)
         os.replace(new, target)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decoder import CACHE_NAMES
 from ..rows import position_ids as positions_of
 from . import Family
-
-_CACHE_NAMES = ("cache", "past_key_values")  # the remote code knows the second
 
 
 class PrefixCache(tuple):  # type: ignore[type-arg]
@@ -304,10 +303,10 @@ def _last_real(mask: Tensor) -> Tensor:
 
 def _remote_names(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the cache under the only name the code knows; a cache it could not fill is left out."""
-    given = [arguments[name] for name in _CACHE_NAMES if arguments.get(name) is not None]
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
     if len(given) > 1:
         raise ValueError("pass the cache as one of cache and past_key_values, not as both")
-    kept = {name: value for name, value in arguments.items() if name not in _CACHE_NAMES}
+    kept = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     return kept | {"past_key_values": own_cache(None, given[0] if given else None)}
 
 
